@@ -1,0 +1,1 @@
+"""The node agent: merges this node's spool into one /metrics and /events."""

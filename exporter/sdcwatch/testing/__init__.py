@@ -1,0 +1,1 @@
+"""Fault injection as a product: faults go into data, never into a verdict."""

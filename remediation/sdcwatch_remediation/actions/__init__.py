@@ -1,0 +1,1 @@
+"""Outside actions, each behind the same reserve-act-observe contract."""
