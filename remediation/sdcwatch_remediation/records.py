@@ -1,0 +1,83 @@
+"""The frozen records that the service and its providers pass to each other.
+
+What it does: says what an instance, an inventory and the answer of one replace request are, and what a provider
+must offer (`Provider`).
+What it never does: talk to anything; it imports the standard library only.
+Its place: `actions/*` and the simulator produce these records, `proof`, `policy` and `worker` read them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One instance of the live inventory."""
+
+    instance_id: str
+    group: str
+    node_name: str
+    status: str
+    """As the provider spells it: `Running`, `Pending`, `ShuttingDown`, ..."""
+    launch_time: float
+    """Unix seconds."""
+    address: str
+    """Private IP address, the only address at which this instance's agent is asked."""
+    instance_type: str
+
+
+@dataclass(frozen=True, slots=True)
+class Inventory:
+    """All instances of one cluster as the provider listed them at one time."""
+
+    cluster: str
+    members: tuple[Member, ...]
+    fetched_at: float
+    """Unix seconds."""
+    node_recovery: str | None
+    """The cluster's own repair setting (`Automatic`, `None`), or None where it has none."""
+
+
+class Outcome(str, Enum):
+    """What is known about an outside action after its one attempt."""
+
+    ACCEPTED = "accepted"
+    REFUSED = "refused"
+    """A definite refusal: nothing happened."""
+    UNKNOWN = "unknown"
+    """It may have happened; only reading the world can tell."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReplaceResult:
+    """The answer to one replace attempt."""
+
+    outcome: Outcome
+    code: str
+    """The provider's own code (`InstanceIdInUse`, `ThrottlingException`, ...); empty when accepted."""
+    message: str
+    retryable: bool
+    """Whether a refused request may be asked again later, as a new attempt."""
+
+
+class Provider(Protocol):
+    """What the service needs of whoever owns the instances."""
+
+    def inventory(self) -> Inventory:
+        """Read the live inventory; raises when it cannot be read whole."""
+
+    def replace_request(self, instance_id: str) -> dict[str, Any]:
+        """Return the exact request that `replace` would send, for the intent and for dry runs; sends nothing."""
+
+    def replace(self, instance_id: str) -> ReplaceResult:
+        """Ask once for the replacement of one instance, without any client-side retry."""
+
+    def replacement_of(self, before: Inventory, now: Inventory, instance_id: str) -> Member | None:
+        """Return the proof of a replacement, or None as long as there is none.
+
+        The proof: the old id is gone or not `Running`, and an instance of the same group that was not there before
+        is `Running` in its place.
+        """
