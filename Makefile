@@ -1,0 +1,71 @@
+# Two commands do all their set-up themselves: make demo, make test. `make` alone lists the rest.
+
+SHELL := bash
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+MAKEFLAGS += --no-print-directory
+
+# The Python that makes .venv (3.11 or newer), the torch in it, and where pip takes torch from (empty: pip's own index).
+PYTHON3 ?= python3
+TORCH_VERSION ?= 2.13.0
+TORCH_INDEX ?=
+# The demo's fault: compute, weight, optimizer, gradient, none.
+FAULT ?= compute
+# More words for pytest: make test PYTEST_ARGS='-k verdict -x'
+PYTEST_ARGS ?=
+# Processes that run tests side by side.
+TEST_WORKERS ?= 2
+
+PYTHON := .venv/bin/python
+export PATH := $(CURDIR)/.tools/bin:$(CURDIR)/.venv/bin:$(PATH)
+export PYTHON3 TORCH_VERSION TORCH_INDEX
+CODE := exporter remediation tests $(wildcard demo dashboards benchmarks)
+
+.PHONY: help setup demo test test-integrations lint types imports unit format lock clean distclean
+
+help: ## list the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-19s %s\n", $$1, $$2}'
+
+setup: ## make .venv and fetch prometheus and alertmanager (demo and test do this too)
+	@setup/python.sh
+	@setup/monitoring.sh
+
+demo: setup ## a wrong bit in a real training run ends as a replaced node (FAULT=compute, weight, optimizer, gradient, none)
+	@$(PYTHON) demo/main.py --fault $(FAULT)
+
+test: lint types imports unit ## lint, types, import rules and core tests: under ten minutes on two cores
+
+lint: setup ## ruff: rules and format
+	@echo "[lint] ruff"
+	@$(PYTHON) -m ruff check $(CODE)
+	@$(PYTHON) -m ruff format --check $(CODE)
+
+types: setup ## mypy --strict on both packages
+	@echo "[types] mypy --strict"
+	@$(PYTHON) -m mypy --strict
+
+imports: setup ## who may import whom (import-linter)
+	@echo "[imports] import-linter"
+	@.venv/bin/lint-imports --no-logo
+
+unit: setup
+	@echo "[test] core tests, $(TEST_WORKERS) at a time"
+	@$(PYTHON) -m pytest -n $(TEST_WORKERS) -m "not integration" $(PYTEST_ARGS)
+
+test-integrations: setup ## the heavier tests, marked `integration`: whole runs with every program
+	@echo "[test] integration tests"
+	@$(PYTHON) -m pytest -m integration -v $(PYTEST_ARGS)
+
+format: setup ## let ruff rewrite the code
+	@$(PYTHON) -m ruff check --fix $(CODE)
+	@$(PYTHON) -m ruff format $(CODE)
+
+lock: setup ## write what .venv holds now into setup/constraints.txt
+	@{ head -n 1 setup/constraints.txt; $(PYTHON) -m pip freeze --exclude-editable | grep -viE '^torch=='; } > .venv/constraints.new
+	@mv .venv/constraints.new setup/constraints.txt
+
+clean: ## remove what tests and the demo left behind
+	rm -rf .cache demo/out benchmarks/out .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+
+distclean: clean ## the same, and .venv and .tools: the next command sets up from nothing
+	rm -rf .venv .tools
