@@ -1,9 +1,9 @@
 """Checkpoints with manifests: what is on disk, which step it holds, and how far it was checked.
 
 Saves through a temporary name, writes `<checkpoint>.manifest.json` with sizes and SHA-256, promotes `candidate` to
-`checked` to `verified`, renames what must not be loaded, and never removes the newest verified one. It never reads the
-content of a checkpoint and never imports torch: the caller's `save_fn` writes whatever it likes. Only one process of a job
-(its lowest rank) calls what writes here. Flow: monitor -> **checkpoint** -> resume.
+`checked` to `verified`, renames what must not be loaded, and never removes the newest verified one. It never reads
+the content of a checkpoint and never imports torch: the caller's `save_fn` writes whatever it likes. Only one process
+of a job (its lowest rank) calls what writes here. Flow: monitor -> **checkpoint** -> resume.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class FileDigest:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointRecord:
-    """One checkpoint as its manifest describes it. `step` is the last completed step; training resumes at `step + 1`."""
+    """One checkpoint as its manifest has it. `step` is the last completed step; training resumes at `step + 1`."""
 
     path: Path
     step: int
@@ -247,8 +247,9 @@ def verify(path: Path | str) -> CheckpointRecord:
             raise CheckpointError(f"{path}: {expected.name} is missing; take an older checkpoint")
         if actual != expected:
             raise CheckpointError(
-                f"{path}: {expected.name} differs from its manifest ({actual.bytes} bytes, sha256 {actual.sha256[:12]}; "
-                f"expected {expected.bytes} bytes, {expected.sha256[:12]}): torn, rotten or changed; take an older checkpoint"
+                f"{path}: {expected.name} differs from its manifest ({actual.bytes} bytes, {actual.sha256[:12]}; "
+                f"expected {expected.bytes} bytes, {expected.sha256[:12]}): torn, rotten or changed; "
+                "take an older checkpoint"
             )
     if found:
         raise CheckpointError(f"{path}: {min(found)} is not in its manifest; take an older checkpoint")
@@ -275,7 +276,7 @@ def promote(
 ) -> tuple[CheckpointRecord, ...]:
     """Raises the trust of this epoch's checkpoints; nothing is ever lowered, and other epochs are left alone.
 
-    A checkpoint of an earlier epoch may hold a step that this epoch trained again, so its step number proves nothing here.
+    A checkpoint of an earlier epoch may hold a step that this epoch trained again: its number proves nothing here.
 
     Args:
         checked_through: newest step up to which weight and gradient checks were clean.
