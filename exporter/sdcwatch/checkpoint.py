@@ -150,7 +150,7 @@ def _remove(path: Path) -> None:
 
 
 def _write_manifest(record: CheckpointRecord, at: Path | None = None, **extra: Any) -> None:
-    durable.replace(
+    durable.replace_json(
         at or manifest_path(record.path),
         {
             "schema": SCHEMA,
@@ -167,7 +167,7 @@ def _write_manifest(record: CheckpointRecord, at: Path | None = None, **extra: A
 
 def _read_manifest(manifest: Path, path: Path) -> CheckpointRecord | None:
     try:
-        content = durable.read(manifest)
+        content = durable.read_json(manifest)
         if content is None:
             return None
         if content["schema"] != SCHEMA or content["trust"] not in TRUST:

@@ -50,7 +50,7 @@ def encode(record: Mapping[str, Any]) -> bytes:
     return json.dumps(record, ensure_ascii=False).encode() + b"\n"
 
 
-def replace(path: Path, record: Mapping[str, Any]) -> None:
+def replace_json(path: Path, record: Mapping[str, Any]) -> None:
     """Writes `record` to `path`, replacing what stood there.
 
     Raises:
@@ -70,7 +70,7 @@ def replace(path: Path, record: Mapping[str, Any]) -> None:
     sync_directory(path.parent)
 
 
-def create(path: Path, record: Mapping[str, Any]) -> bool:
+def create_json(path: Path, record: Mapping[str, Any]) -> bool:
     """Writes `record` to `path` unless something stands there already; of several writers exactly one wins.
 
     Returns:
@@ -112,7 +112,7 @@ def _create_exclusively(path: Path, data: bytes) -> bool:
     return True
 
 
-def read(path: Path) -> dict[str, Any] | None:
+def read_json(path: Path) -> dict[str, Any] | None:
     """The JSON object in `path`, or None where no file stands.
 
     Raises:

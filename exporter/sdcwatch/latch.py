@@ -152,12 +152,12 @@ def _write_one(directory: Path, latch: Latch) -> None:
     path, released = directory / LATCH_FILE, _released_path(directory, latch.latch_id)
     if released.exists():
         return
-    if not durable.create(path, latch_record(latch)):
+    if not durable.create_json(path, latch_record(latch)):
         # The file may be the leftover of a release that was killed between its two steps: it stands for nothing.
         with contextlib.suppress(SpoolError):
-            record = durable.read(path)
+            record = durable.read_json(path)
             if record is not None and _released_path(directory, str(record.get("latch_id"))).exists():
-                durable.replace(path, latch_record(latch))
+                durable.replace_json(path, latch_record(latch))
     if released.exists():
         path.unlink(missing_ok=True)
 
@@ -169,7 +169,7 @@ def read_latch(directory: Path | str) -> Latch | None:
         SpoolError: `HALTED.json` is there but cannot be read. Treat it as standing.
     """
     directory = Path(directory)
-    record = durable.read(directory / LATCH_FILE)
+    record = durable.read_json(directory / LATCH_FILE)
     if record is None:
         return None
     latch = parse_latch(record, str(directory / LATCH_FILE))
@@ -180,7 +180,7 @@ def read_release(directory: Path | str, latch_id: str) -> Release | None:
     """How a latch was released in this folder, or None when it was not."""
     if not _LATCH_ID.fullmatch(latch_id):
         return None
-    record = durable.read(_released_path(Path(directory), latch_id))
+    record = durable.read_json(_released_path(Path(directory), latch_id))
     return None if record is None else _parse_release(record)
 
 
@@ -211,11 +211,11 @@ def release(directory: Path | str, latch_id: str, *, by: str, reason: str) -> Re
     path, released = directory / LATCH_FILE, _released_path(directory, latch_id)
     if released.exists():
         return "already_released"
-    record = durable.read(path)
+    record = durable.read_json(path)
     if record is None or record.get("latch_id") != latch_id:
         return "already_released" if released.exists() else "absent"
     record["released"] = {"by": by, "reason": reason, "time": time.time()}
-    if not durable.create(released, record):
+    if not durable.create_json(released, record):
         return "already_released"
     # Only the winner removes the latch: a loser might remove a newer one that was written in between.
     path.unlink(missing_ok=True)
@@ -274,7 +274,7 @@ def released_latches(directory: Path | str) -> tuple[ReleasedLatch, ...]:
     for name in names:
         if _RELEASED.fullmatch(name):
             with contextlib.suppress(SpoolError):
-                record = durable.read(Path(directory) / name)
+                record = durable.read_json(Path(directory) / name)
                 if record is not None:
                     found.append(ReleasedLatch(parse_latch(record, name), _parse_release(record)))
     return tuple(sorted(found, key=lambda entry: (entry.latch.time, entry.latch.latch_id)))
@@ -298,7 +298,7 @@ def write_quarantine(uid_root: Path | str, instance: str, case_id: str, by: str)
     root = Path(uid_root)
     root.mkdir(mode=0o700, parents=True, exist_ok=True)
     record = {"schema": SCHEMA, "instance": instance, "case_id": case_id, "by": by, "time": time.time()}
-    durable.replace(root / QUARANTINE_FILE, record)
+    durable.replace_json(root / QUARANTINE_FILE, record)
 
 
 def read_quarantine(uid_root: Path | str) -> Quarantine | None:
@@ -308,7 +308,7 @@ def read_quarantine(uid_root: Path | str) -> Quarantine | None:
         SpoolError: the mark is there but cannot be read.
     """
     path = Path(uid_root) / QUARANTINE_FILE
-    record = durable.read(path)
+    record = durable.read_json(path)
     if record is None:
         return None
     try:
