@@ -84,7 +84,8 @@ fetch_from_debian() {
 mkdir -p "$BIN"
 link_from_path
 [ -z "$(missing)" ] || fetch_from_debian
-left=$(missing | xargs)
+left=$(missing)
+left=${left//$'\n'/ }
 if [ -n "$left" ]; then
     cat >&2 <<TEXT
 

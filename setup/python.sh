@@ -13,7 +13,7 @@ PIP_VERSION=25.3
 started=$SECONDS
 
 say() { printf '[setup %3ds] %s\n' $((SECONDS - started)) "$*"; }
-fail() { printf '\n[setup] %s\n' "$@" >&2; exit 1; }
+fail() { echo >&2; printf '[setup] %s\n' "$@" >&2; exit 1; }
 
 command -v "$PYTHON3" >/dev/null || fail \
     "there is no '$PYTHON3' here. Install Python 3.11 or newer (Debian: apt install python3 python3-venv)," \
