@@ -1,0 +1,106 @@
+"""The alert rules as promtool sees them, every case at two evaluation intervals, and what each alert must carry."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+HERE = Path(__file__).parent
+RULES = HERE.parents[1] / "alert_rules"
+RULE_FILES = sorted(RULES.glob("*.rules.yaml"))
+CASE_FILES = sorted(HERE.glob("*.test.yaml"))
+RUNBOOK_BASE = "https://example.com/sdcwatch/runbooks"
+SECTIONS = ["Meaning", "Impact", "Diagnosis", "Mitigation", "What remediation does"]
+#: Alerts whose value is, or whose annotation looks up, the time of what happened.
+WITH_EVENT_TIME = {"SDCReplicaMismatch", "SDCRepeatOffender", "SDCUnattributedMismatch", "SDCTrainingStalled"}
+#: What Prometheus 2.42 does not have.
+TOO_NEW = re.compile(r"\b(info|limitk|limit_ratio|mad_over_time|double_exponential_smoothing|sort_by_label)\s*\(")
+
+
+def alerts() -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = []
+    for path in RULE_FILES:
+        for group in yaml.safe_load(path.read_text())["groups"]:
+            found += [rule for rule in group["rules"] if "alert" in rule]
+    return found
+
+
+NAMES = sorted({rule["alert"] for rule in alerts()})
+
+
+def test_promtool_accepts_every_rule_file(require: Callable[[str], Path]) -> None:
+    """Prometheus would load all rule files."""
+    subprocess.run([require("promtool"), "check", "rules", *RULE_FILES], check=True, capture_output=True, timeout=60)
+
+
+@pytest.mark.parametrize("interval", ["5s", "60s"])
+@pytest.mark.parametrize("cases", CASE_FILES, ids=lambda path: path.name.removesuffix(".test.yaml"))
+def test_cases_hold_at_both_evaluation_intervals(
+    cases: Path, interval: str, require: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """promtool ignores a group's own interval, so each case runs as a fast and as a slow Prometheus would see it."""
+    text, changed = re.subn(r"(?m)^evaluation_interval: \S+$", f"evaluation_interval: {interval}", cases.read_text())
+    assert changed == 1
+    text = text.replace("../../alert_rules/", f"{RULES}/")
+    copy = tmp_path / cases.name
+    copy.write_text(text)
+    done = subprocess.run([require("promtool"), "test", "rules", copy], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_alert_has_a_silent_and_a_firing_case(name: str) -> None:
+    """An alert without both kinds of case could fire always, or never, and nobody would know."""
+    counts = [
+        len(case["exp_alerts"])
+        for path in CASE_FILES
+        for test in yaml.safe_load(path.read_text())["tests"]
+        for case in test["alert_rule_test"]
+        if case["alertname"] == name
+    ]
+    assert any(counts), "no case in which it fires"
+    assert not all(counts) or name == "SDCWatchdog", "no case in which it is silent"
+
+
+@pytest.mark.parametrize("rule", alerts(), ids=lambda rule: f"{rule['alert']}-{rule['labels']['severity']}")
+def test_every_alert_carries_what_a_page_needs(rule: dict[str, Any]) -> None:
+    """Labels and annotations of the contract, and a runbook link that follows from the alert's name."""
+    assert rule["alert"].startswith("SDC")
+    assert rule["labels"]["category"] == "sdc"
+    assert rule["labels"]["severity"] in {"critical", "warning", "info", "none"}
+    expected = {"summary", "description", "runbook_url"}
+    if rule["alert"] in WITH_EVENT_TIME:
+        expected.add("event_time")
+    assert set(rule["annotations"]) == expected
+    assert rule["annotations"]["runbook_url"] == f"{RUNBOOK_BASE}/{rule['alert']}.md"
+    assert not TOO_NEW.search(rule["expr"]), "needs a Prometheus newer than 2.42"
+    assert not re.search(r"\b(job|instance|node|pod|namespace)=(?!\"sdcwatch)", rule["expr"]), "a scrape config's label"
+
+
+def test_only_the_page_names_no_waiting_time() -> None:
+    """A `for:` on the rules that carry an event's own time would be pure latency."""
+    for rule in alerts():
+        if rule["alert"] in {"SDCReplicaMismatch", "SDCUnattributedMismatch", "SDCRepeatOffender"}:
+            assert "for" not in rule
+
+
+def test_each_alert_has_one_runbook_and_each_runbook_an_alert() -> None:
+    """No page leads nowhere, and no runbook outlives its alert."""
+    assert sorted(path.stem for path in (RULES / "runbooks").glob("*.md")) == NAMES
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_runbook_has_its_five_sections_in_order(name: str) -> None:
+    """Whoever is woken finds the same five headings everywhere, and something under each."""
+    text = (RULES / "runbooks" / f"{name}.md").read_text()
+    assert text.startswith(f"# {name}\n")
+    parts = re.split(r"(?m)^## (.+)$", text)
+    assert parts[1::2] == SECTIONS
+    for section, body in zip(parts[1::2], parts[2::2], strict=True):
+        assert len(body.split()) >= 8, f"{section} says nothing"
