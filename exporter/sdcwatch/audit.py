@@ -1,0 +1,161 @@
+"""One replay audit across the ranks: move micro-batches one node on, replay, exchange what came out.
+
+Every branch that decides about a collective is agreed on first, so that a rank which misread its rows cannot split
+the group. What a failing edge means is `verdict`'s business. Flow: monitor -> **audit** -> checks.replay, exchange.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from sdcwatch.checks import replay
+from sdcwatch.exchange import Exchange
+from sdcwatch.fingerprint import combine, digest_bytes, fingerprint
+from sdcwatch.observation import AuditRow, ErrorCode, Row, RowError
+from sdcwatch.verdict import Group, History, plan_audit, tie_breaks
+
+AuditRows = list[AuditRow | RowError]
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What an audit gave: rows of both rounds, or the reason why none ran."""
+
+    rows: AuditRows | None = None
+    tie: AuditRows | None = None
+    reason: str | None = None
+    collective: bool = False
+
+
+class Auditor:
+    """Runs audits for one rank.
+
+    Args:
+        exchange, group: the replica group.
+        module: the plain module under DDP.
+        loss_fn: the user's loss function.
+        parameters: the replicated parameters, in module order.
+        device: where the model lives.
+        swallow: counts an exception of ours.
+    """
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        group: Group,
+        *,
+        module: torch.nn.Module,
+        loss_fn: replay.LossFunction,
+        parameters: Sequence[torch.nn.Parameter],
+        device: torch.device,
+        swallow: Callable[[str, BaseException], None],
+    ) -> None:
+        self._exchange = exchange
+        self._group = group
+        self._module = module
+        self._loss_fn = loss_fn
+        self._parameters = parameters
+        self._device = device
+        self._swallow = swallow
+        self.collective = False
+
+    def run(
+        self,
+        history: History,
+        rows: Sequence[Row | RowError],
+        mine: Row,
+        payload: bytes | None,
+        original: Mapping[int, int],
+    ) -> Outcome:
+        """Audits one step; collective, so every rank of the group calls it.
+
+        Args:
+            rows: the rows of this step, in rank order.
+            mine: this rank's own row.
+            payload: this rank's packed micro-batches (None: not ready, as its row says).
+            original: fingerprints of the local gradients of the real backward, by parameter.
+        """
+        plan = plan_audit(history, self._group, rows)
+        decision = digest_bytes(f"{plan.run}|{plan.reason}".encode()) >> 1
+        agreed, _ = self._exchange.agree(int(plan.run), decision)
+        if not agreed:
+            return Outcome(reason="error")
+        if not plan.run:
+            return Outcome(reason=plan.reason)
+        sizes = [0 if isinstance(r, RowError) else (r.batch_bytes or 0) for r in rows]
+        routes = {self._group.helper(owner): owner for owner in range(self._group.size)}
+        first = self._round(0, mine, payload or b"", original, routes, sizes)
+        ties = tuple(tie_breaks(history, self._group, rows, first))
+        agreed, highest = self._exchange.agree(len(ties), digest_bytes(repr(ties).encode()) >> 1)
+        if not agreed or not highest:
+            return Outcome(rows=first, collective=self.collective)
+        second = self._round(1, mine, payload or b"", original, {third: owner for owner, third in ties}, sizes)
+        return Outcome(rows=first, tie=second, collective=self.collective)
+
+    def _round(
+        self,
+        number: int,
+        mine: Row,
+        payload: bytes,
+        original: Mapping[int, int],
+        routes: Mapping[int, int],
+        sizes: Sequence[int],
+    ) -> AuditRows:
+        received = self._exchange.transit(payload, routes, sizes)
+        row = AuditRow(
+            rank=mine.rank, instance=mine.instance, epoch=mine.epoch, step=mine.step, error=ErrorCode.NONE, round=number
+        )
+        try:
+            row = self._measure(row, payload, dict(original), received)
+        except Exception as error:  # our border: a replay that fails is a void row, never a broken run
+            self._swallow("replay", error)
+            row = dataclasses.replace(row, error=ErrorCode.CHECK)
+        return self._exchange.rows(row)
+
+    def _measure(
+        self, row: AuditRow, payload: bytes, original: dict[int, int], received: Mapping[int, bytes]
+    ) -> AuditRow:
+        changes: dict[str, int | None] = {"batch_sent": digest_bytes(payload), "batch_unchanged": 1}
+        changes["weights_now"] = fingerprint(self._parameters)
+        if row.round == 0:
+            own = self._replay(payload, watch=True)
+            changes["original"] = replay.combine_digests(original)
+            changes["self_digest"] = own.digest
+            changes["first_difference"] = replay.first_difference(original, own.digests)
+        for owner, data in received.items():
+            changes["served_rank"] = owner
+            changes["batch_received"] = digest_bytes(data)
+            changes["served_digest"] = self._replay(data).digest
+        return dataclasses.replace(row, **changes)
+
+    def _replay(self, payload: bytes, *, watch: bool = False) -> replay.Replayed:
+        before = _sequence(self._exchange.group)
+        result = replay.run(
+            payload,
+            module=self._module,
+            loss_fn=self._loss_fn,
+            parameters=self._parameters,
+            device=self._device,
+        )
+        if watch and _sequence(self._exchange.group) != before:
+            self.collective = True
+        return result
+
+
+def rng_digest(device: torch.device) -> int:
+    """uint64 of this process's random state, to show that an audit left no trace."""
+    state = replay.rng_state(device)
+    return combine([fingerprint([state["torch"]]), digest_bytes(repr(state["python"]).encode())])
+
+
+def _sequence(group: dist.ProcessGroup) -> int:
+    """How many collectives the group has issued (0 where the backend does not say)."""
+    try:
+        return int(group._get_sequence_number_for_group())
+    except RuntimeError:
+        return 0

@@ -1,0 +1,103 @@
+"""Local gradients before the reduce and reduced gradients after it.
+
+`LocalGradients` hangs a post-accumulate hook on every parameter: it fires before DDP copies the gradient into its
+bucket, so it sees what *this* rank computed, and it registers no communication hook (one changes bits). It measures
+the L2 norm always and the fingerprint on audit steps. It never writes to a gradient. Flow: **checks** -> observation.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from sdcwatch.fingerprint import fingerprint
+
+_WIDE = (torch.float16, torch.bfloat16)
+
+
+class LocalGradients:
+    """What this rank's backward produced, parameter by parameter.
+
+    Args:
+        parameters: the parameters that DDP reduces, in module order.
+        reducing: tells whether the running backward will reduce (False under `no_sync` and inside `join`).
+        first: called once a reducing backward, from its first hook, on the autograd thread.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[torch.nn.Parameter],
+        *,
+        reducing: Callable[[], bool],
+        first: Callable[[], None],
+    ) -> None:
+        self._reducing = reducing
+        self._first = first
+        self._norms: dict[int, torch.Tensor] = {}
+        self._digests: dict[int, int] = {}
+        self._handles: list[RemovableHandle] = []
+        self.audited = False
+        for index, parameter in enumerate(parameters):
+            self._handles.append(parameter.register_post_accumulate_grad_hook(self._hook(index)))
+
+    def _hook(self, index: int) -> Callable[[torch.Tensor], None]:
+        def observe(parameter: torch.Tensor) -> None:
+            if not self._reducing():
+                return
+            self._first()
+            gradient = parameter.grad
+            if gradient is None:
+                return
+            self._norms[index] = norm(gradient)
+            if self.audited:
+                self._digests[index] = fingerprint([gradient])
+
+        return observe
+
+    def begin(self, *, audited: bool) -> None:
+        """Forgets the last backward; `audited` asks for fingerprints in the next one."""
+        self._norms.clear()
+        self._digests.clear()
+        self.audited = audited
+
+    def norm(self) -> float:
+        """L2 norm over all parameters seen, in float64; NaN or Inf where the gradient (or its square) is."""
+        if not self._norms:
+            return 0.0
+        values = torch.stack([n.to(torch.float64) for n in self._norms.values()])
+        return float(values.square().sum().sqrt())
+
+    def digests(self) -> dict[int, int]:
+        """Fingerprint of each parameter's local gradient, by parameter index (audit steps only)."""
+        return dict(self._digests)
+
+    def close(self) -> None:
+        """Removes all hooks."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+
+def norm(gradient: torch.Tensor) -> torch.Tensor:
+    """L2 norm of one gradient as a 0-d tensor on its device; half precisions are summed in float32."""
+    value = gradient.detach()
+    if value.layout is not torch.strided:
+        value = value.coalesce().values()
+    return torch.linalg.vector_norm(value, dtype=torch.float32 if value.dtype in _WIDE else None)
+
+
+def reduced(parameters: Sequence[torch.nn.Parameter]) -> tuple[int, bool]:
+    """Fingerprint of the reduced gradients, and whether they hold Inf or NaN.
+
+    Sums are a cheap first look (one pass at memory speed): only where one is not finite are the elements asked.
+    """
+    gradients = [p.grad for p in parameters]
+    sums = [g.detach().sum(dtype=torch.float32) for g in gradients if g is not None and g.layout is torch.strided]
+    suspicious = bool(sums) and not math.isfinite(float(torch.stack([s.to(sums[0].device) for s in sums]).sum()))
+    nonfinite = suspicious and any(
+        not bool(torch.isfinite(g).all()) for g in gradients if g is not None and g.layout is torch.strided
+    )
+    return fingerprint(gradients), nonfinite

@@ -1,0 +1,241 @@
+"""Replay: a rank's micro-batches, run again by the rank itself and by a rank on the next node.
+
+What is replayed is what was differentiated: the batch as it was when the loss was computed, RNG and autocast as they
+were then, and the seed that the loss tensor received in backward (accumulation, loss scale, auxiliary terms).
+Gradients come from `autograd.grad` on the plain module, so no `.grad`, hook of DDP or bucket is touched; buffers, RNG
+and flags are put back bit for bit, also when the replay raises. Never a collective here. Flow: **checks** ->
+observation.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import random
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from sdcwatch.fingerprint import combine, digest_bytes, fingerprint
+
+LossFunction = Callable[[torch.nn.Module, Any], torch.Tensor]
+
+
+@dataclass(slots=True)
+class MicroBatch:
+    """One call of the loss function: its input and everything else that decides its gradient."""
+
+    batch: Any
+    rng: dict[str, Any]
+    autocast: tuple[str, bool, torch.dtype]
+    seed: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Replayed:
+    """Gradients of one rank's micro-batches as one uint64, and parameter by parameter."""
+
+    digest: int
+    digests: dict[int, int]
+
+
+class Recorder:
+    """Keeps the micro-batches of an audited step as packed bytes, as they were at loss time.
+
+    Attributes:
+        failure: reason (`batch`, ...) why this step cannot be replayed, None when it can.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._packed: list[tuple[bytes, MicroBatch]] = []
+        self._shapes: list[str] = []
+        self.failure: str | None = None
+        self.scale: float | None = None
+        self.had_gradients = False
+
+    def begin(self) -> None:
+        """Forgets the last step."""
+        self._packed.clear()
+        self._shapes.clear()
+        self.failure = None
+        self.scale = None
+
+    def loss(self, loss_fn: LossFunction, model: torch.nn.Module, batch: Any, *, audited: bool) -> Any:
+        """Calls `loss_fn(model, batch)`, watching what it takes where the step is audited."""
+        if not audited:
+            return self._watch_scale(loss_fn(model, batch))
+        try:
+            taken = MicroBatch(batch, rng_state(self._device), _autocast(self._device))
+            data = _dump(batch)
+            self._shapes.append(f"{signature(batch)};{taken.autocast}")
+        except (RuntimeError, TypeError, AttributeError, OSError, ValueError, ImportError) as error:
+            # pickle raises nearly anything; the loss itself must run outside this block
+            self.failure = "batch"
+            self._note = f"{type(error).__name__}: {error}"
+            return self._watch_scale(loss_fn(model, batch))
+        loss = loss_fn(model, batch)
+        if not isinstance(loss, torch.Tensor) or not loss.requires_grad:
+            self.failure = "batch"
+            return loss
+        taken.batch = None
+        self._packed.append((data, taken))
+        loss.register_hook(lambda seed: self._take_seed(taken, seed))
+        return loss
+
+    def _watch_scale(self, loss: Any) -> Any:
+        if isinstance(loss, torch.Tensor) and loss.requires_grad and loss.numel() == 1:
+            loss.register_hook(self._take_scale)
+        return loss
+
+    def _take_seed(self, taken: MicroBatch, seed: torch.Tensor) -> None:
+        taken.seed = seed.detach().clone()
+        if seed.numel() == 1:
+            self._take_scale(seed)
+
+    def _take_scale(self, seed: torch.Tensor) -> None:
+        # A host read of a device scalar would stall the stream, so only CPU runs compare the scale every step.
+        if seed.device.type == "cpu":
+            self.scale = float(seed)
+
+    def pack(self) -> bytes | None:
+        """All micro-batches of the step as one payload, or None when there is nothing to replay."""
+        if self.failure or not self._packed or any(taken.seed is None for _, taken in self._packed):
+            return None
+        return _dump(
+            {
+                "had_gradients": self.had_gradients,
+                "batches": [(data, taken.rng, taken.autocast, taken.seed) for data, taken in self._packed],
+            }
+        )
+
+    def signature(self) -> int:
+        """uint64 of the structure, shapes, dtypes, autocast and number of the micro-batches."""
+        return digest_bytes("|".join([*self._shapes, str(self.had_gradients)]).encode())
+
+
+def run(
+    payload: bytes,
+    *,
+    module: torch.nn.Module,
+    loss_fn: LossFunction,
+    parameters: Sequence[torch.nn.Parameter],
+    device: torch.device,
+) -> Replayed:
+    """Computes the local gradients of a packed step again, and leaves no trace in the module or the process.
+
+    Args:
+        payload: what `Recorder.pack` made, of this rank or another.
+        module: the plain module under DDP.
+        parameters: the replicated parameters, in module order.
+
+    Raises:
+        RuntimeError: whatever the loss function raises; state is restored first.
+    """
+    content = torch.load(io.BytesIO(payload), map_location=device, weights_only=False)
+    total: list[torch.Tensor | None] = [None] * len(parameters)
+    with _traceless(module, device):
+        for data, rng, autocast, seed in content["batches"]:
+            set_rng_state(rng, device)
+            batch = torch.load(io.BytesIO(data), map_location=device, weights_only=False)
+            kind, enabled, dtype = autocast
+            with torch.enable_grad(), torch.autocast(kind, dtype, enabled=enabled):
+                loss = loss_fn(module, batch)
+            gradients = torch.autograd.grad(
+                loss, list(parameters), grad_outputs=seed.to(loss.device), allow_unused=True
+            )
+            for index, gradient in enumerate(gradients):
+                total[index] = _accumulate(total[index], gradient, based=content["had_gradients"])
+    digests = {index: fingerprint([g]) for index, g in enumerate(total) if g is not None}
+    return Replayed(combine_digests(digests), digests)
+
+
+def combine_digests(digests: dict[int, int]) -> int:
+    """One uint64 over per-parameter digests, with the indices that have one."""
+    return combine([n for index in sorted(digests) for n in (index, digests[index])])
+
+
+def first_difference(one: dict[int, int], other: dict[int, int]) -> int | None:
+    """Index of the first parameter whose digests differ, None when all agree."""
+    return next((i for i in sorted(one.keys() | other.keys()) if one.get(i) != other.get(i)), None)
+
+
+def signature(value: Any) -> str:
+    """Structure, shapes and dtypes of a batch as text; values of plain data do not count."""
+    if isinstance(value, torch.Tensor):
+        return f"{value.dtype}{tuple(value.shape)}{tuple(value.stride())}"
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{k}:{signature(v)}" for k, v in value.items()) + "}"
+    if isinstance(value, (list, tuple)):
+        return type(value).__name__ + "(" + ",".join(map(signature, value)) + ")"
+    return type(value).__qualname__
+
+
+def rng_state(device: torch.device) -> dict[str, Any]:
+    """State of every random generator that a loss function may draw from."""
+    state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
+    if device.type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(device)
+    if "numpy" in sys.modules:
+        state["numpy"] = sys.modules["numpy"].random.get_state(legacy=False)
+    return state
+
+
+def set_rng_state(state: dict[str, Any], device: torch.device) -> None:
+    """Puts `rng_state` back."""
+    torch.set_rng_state(state["torch"].cpu())
+    random.setstate(state["python"])
+    if "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"].cpu(), device)
+    if "numpy" in state and "numpy" in sys.modules:
+        sys.modules["numpy"].random.set_state(state["numpy"])
+
+
+@contextlib.contextmanager
+def _traceless(module: torch.nn.Module, device: torch.device) -> Iterator[None]:
+    """Buffers, RNG, train flags and determinism flags are as before when the block ends, whatever happens in it."""
+    rng = rng_state(device)
+    buffers = [(b, b.detach().clone()) for b in module.buffers()]
+    flags = [(m, m.training) for m in module.modules()]
+    deterministic = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    filled = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            torch.use_deterministic_algorithms(True, warn_only=True)
+            torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+            yield
+    finally:
+        torch.use_deterministic_algorithms(deterministic[0], warn_only=deterministic[1])
+        torch.utils.deterministic.fill_uninitialized_memory = filled  # type: ignore[attr-defined]
+        with torch.no_grad():
+            for buffer, saved in buffers:
+                # through .data: the version counter of a buffer that autograd saved must not move
+                buffer.data.copy_(saved)
+        for submodule, training in flags:
+            submodule.training = training
+        set_rng_state(rng, device)
+
+
+def _accumulate(total: torch.Tensor | None, gradient: torch.Tensor | None, *, based: bool) -> torch.Tensor | None:
+    if gradient is None:
+        return total
+    if total is None:
+        # With `zero_grad(set_to_none=False)` the live gradient was added to zeros, which turns -0.0 into 0.0.
+        return torch.zeros_like(gradient).add_(gradient) if based else gradient.clone()
+    return total.add_(gradient)
+
+
+def _autocast(device: torch.device) -> tuple[str, bool, torch.dtype]:
+    kind = device.type
+    return kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+
+
+def _dump(value: Any) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()

@@ -1,0 +1,210 @@
+"""Parameters and optimizer state, fingerprinted when `optimizer.step` begins and when it ends.
+
+Equal before and different after means that the step itself computed something else; different although the last end
+agreed means memory, or code that ran on one rank (version counters tell). What is measured here rides in the *next*
+row. Nothing here is collective: a rank that skips its optimizer step cannot split the ranks.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from sdcwatch.fingerprint import can_fingerprint, digest_bytes, fingerprint
+
+
+@dataclass(frozen=True, slots=True)
+class StepMeasure:
+    """One `optimizer.step` as this rank saw it. Digests are uint64; versions count writes *during* that interval."""
+
+    step: int
+    gradient_begin: int
+    weights_begin: int
+    weights_end: int
+    state_begin: int
+    state_end: int
+    versions_begin: int
+    versions_end: int
+
+
+class OptimizerWatch:
+    """Hooks round `optimizer.step`.
+
+    Args:
+        optimizer: any `torch.optim` optimizer.
+        parameters: the replicated parameters, in module order.
+        current_step: gives the training step that is running.
+        due: whether this interval is to be measured.
+        gate: called first when `optimizer.step` begins; may raise (a sticky halt).
+        guard: wraps our own measuring so that its exceptions are counted, never raised.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        parameters: Sequence[torch.nn.Parameter],
+        *,
+        current_step: Callable[[], int],
+        due: Callable[[], bool],
+        gate: Callable[[], None],
+        guard: Callable[[str, Callable[[], None]], None],
+    ) -> None:
+        self.optimizer = optimizer
+        self.parameters = parameters
+        self.calls = 0
+        self.newest: StepMeasure | None = None
+        self._begin: tuple[int, int, int, int] | None = None
+        self._versions = versions(parameters)
+        self._current_step = current_step
+        self._due = due
+        self._gate = gate
+        self._guard = guard
+        self._handles: list[RemovableHandle] = [
+            optimizer.register_step_pre_hook(self._before),
+            optimizer.register_step_post_hook(self._after),
+        ]
+
+    def _before(self, *_: Any) -> None:
+        self._gate()
+        self._begin = None
+        if self._due():
+            self._guard("weight_checksum", self._measure_begin)
+
+    def _measure_begin(self) -> None:
+        written = self.written_since()
+        self._begin = (
+            fingerprint(p.grad for p in self.parameters),
+            fingerprint(self.parameters),
+            state_fingerprint(self.optimizer, self.parameters),
+            written,
+        )
+
+    def _after(self, *_: Any) -> None:
+        self.calls += 1
+        if self._begin is None:
+            self.newest = None
+            self._versions = versions(self.parameters)
+            return
+        self._guard("weight_checksum", self._measure_end)
+
+    def _measure_end(self) -> None:
+        assert self._begin is not None
+        gradient, weights, state, written = self._begin
+        self.newest = None
+        during = self.written_since()
+        self.newest = StepMeasure(
+            step=self._current_step(),
+            gradient_begin=gradient,
+            weights_begin=weights,
+            weights_end=fingerprint(self.parameters),
+            state_begin=state,
+            state_end=state_fingerprint(self.optimizer, self.parameters),
+            versions_begin=written,
+            versions_end=during,
+        )
+
+    def written_since(self) -> int:
+        """How often parameters were written (in-place ops, `load_state_dict`) since this was last asked."""
+        now = versions(self.parameters)
+        written, self._versions = now - self._versions, now
+        return written
+
+    def close(self) -> None:
+        """Removes the hooks."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+
+def versions(parameters: Sequence[torch.nn.Parameter]) -> int:
+    """Sum of the parameters' version counters; raw memory writes do not move it."""
+    return sum(p._version for p in parameters)
+
+
+def state_tensors(
+    optimizer: torch.optim.Optimizer, parameters: Sequence[torch.nn.Parameter]
+) -> Iterator[torch.Tensor | None]:
+    """Every tensor of the optimizer's state in an order that is the same on all ranks."""
+    for parameter in _ordered(optimizer, parameters):
+        entry = optimizer.state.get(parameter)
+        if not entry:
+            yield None
+            continue
+        for key in sorted(entry, key=str):
+            yield from _tensors(entry[key])
+
+
+def state_fingerprint(optimizer: torch.optim.Optimizer, parameters: Sequence[torch.nn.Parameter]) -> int:
+    """One uint64 over the optimizer's state: tensors by their bytes, numbers by their exact text."""
+    numbers: list[str] = []
+    for parameter in _ordered(optimizer, parameters):
+        entry = optimizer.state.get(parameter) or {}
+        numbers.extend(
+            f"{key}={_exact(entry[key])}" for key in sorted(entry, key=str) if not isinstance(entry[key], torch.Tensor)
+        )
+    tensors = fingerprint(state_tensors(optimizer, parameters))
+    return digest_bytes(f"{tensors};{';'.join(numbers)}".encode())
+
+
+def covered_bytes(tensors: Iterator[torch.Tensor | None]) -> tuple[int, int]:
+    """Bytes that a fingerprint reads, and bytes that it cannot (sparse, meta)."""
+    read = missed = 0
+    for tensor in tensors:
+        if tensor is None:
+            continue
+        size = tensor.numel() * tensor.element_size() if tensor.layout is torch.strided else 0
+        if can_fingerprint(tensor):
+            read += size
+        else:
+            missed += size or sum(t.numel() * t.element_size() for t in _sparse_parts(tensor))
+    return read, missed
+
+
+def hyperparameters_digest(optimizer: torch.optim.Optimizer) -> int:
+    """The uint64 of `param_groups` without their parameters: learning rates, betas, flags, in exact form."""
+    groups = [
+        {key: _exact(value) for key, value in group.items() if key != "params"} | {"count": len(group["params"])}
+        for group in optimizer.param_groups
+    ]
+    return digest_bytes(json.dumps(groups, sort_keys=True).encode())
+
+
+def _ordered(optimizer: torch.optim.Optimizer, parameters: Sequence[torch.nn.Parameter]) -> Iterator[torch.Tensor]:
+    known = {id(p) for p in parameters}
+    yield from parameters
+    for group in optimizer.param_groups:
+        yield from (p for p in group["params"] if id(p) not in known)
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for key in sorted(value, key=str):
+            yield from _tensors(value[key])
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors(item)
+
+
+def _exact(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"tensor{tuple(value.shape)}" if value.numel() > 1 else repr(value.detach().cpu().tolist())
+    if isinstance(value, float):
+        return value.hex()
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{k}:{_exact(value[k])}" for k in sorted(value, key=str)) + "}"
+    if isinstance(value, (list, tuple)):
+        return "[" + ",".join(map(_exact, value)) + "]"
+    if value is None or isinstance(value, (bool, int, str)):
+        return repr(value)
+    return type(value).__qualname__
+
+
+def _sparse_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+    return [tensor._values(), tensor._indices()] if tensor.layout is torch.sparse_coo else []

@@ -1,0 +1,311 @@
+"""The running watch of one epoch: hooks in, one exchange at the end of each checked reducing backward, judgements out.
+
+Cadence counts reducing backwards, not the user's step numbers: DDP keeps that count equal on all ranks, so the
+cadence of our collectives cannot split. Collectives only happen in `_exchange`, after DDP's own of the same backward.
+Exceptions of our own become error rows or counted skips. Flow: monitor -> **epoch** -> checks, audit, exchange,
+verdict -> report, contain.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from sdcwatch.audit import Auditor, Outcome
+from sdcwatch.checks.gradients import LocalGradients, reduced
+from sdcwatch.checks.replay import LossFunction, Recorder
+from sdcwatch.checks.weights import OptimizerWatch, hyperparameters_digest
+from sdcwatch.contain import Halt, containing
+from sdcwatch.errors import CorruptionDetected
+from sdcwatch.exchange import Exchange
+from sdcwatch.fingerprint import fingerprint
+from sdcwatch.observation import ErrorCode, Row, RowError, SkipReason
+from sdcwatch.report import Reporter, median_time
+from sdcwatch.settings import Settings
+from sdcwatch.start import Membership
+from sdcwatch.verdict import History, Judgement, checked_through, combine, judge, verified_through
+
+
+@dataclass(frozen=True, slots=True)
+class Watched:
+    """What the epoch watches. `parameters` are the replicated ones, in module order."""
+
+    ddp: DistributedDataParallel
+    optimizer: torch.optim.Optimizer
+    loss_fn: LossFunction | None
+    parameters: Sequence[torch.nn.Parameter]
+    device: torch.device
+
+
+class Epoch:
+    """One rank's watch from `Monitor(...)` to `close()`.
+
+    Args:
+        settled: called with (checked, verified) step whenever one of them moved on, on every rank.
+    """
+
+    def __init__(
+        self,
+        watched: Watched,
+        settings: Settings,
+        membership: Membership,
+        exchange: Exchange,
+        reporter: Reporter,
+        halt: Halt,
+        settled: Callable[[int | None, int | None], None],
+    ) -> None:
+        self.watched = watched
+        self.membership = membership
+        self.exchange = exchange
+        self.reporter = reporter
+        self.halt = halt
+        self.step = 0
+        self.count = 0
+        self.history = History.initial()
+        self.recorder = Recorder(watched.device)
+        self.replay_off = "" if membership.replays else "disabled"
+        self._settings = settings
+        self._settled = settled
+        self._last_settled: tuple[int | None, int | None] = (None, None)
+        self._task = -1
+        self._backwards_in_step = 0
+        self._join_seen = False
+        self.auditor = Auditor(
+            exchange,
+            membership.group,
+            module=watched.ddp.module,
+            loss_fn=watched.loss_fn or _no_loss,
+            parameters=watched.parameters,
+            device=watched.device,
+            swallow=reporter.swallow,
+        )
+        self.optimizer_watch = OptimizerWatch(
+            watched.optimizer,
+            watched.parameters,
+            current_step=lambda: self.step,
+            due=lambda: self.check_due and not self._joining(),
+            gate=halt.meet,
+            guard=self._guard,
+        )
+        self.local = LocalGradients(watched.parameters, reducing=self._reducing, first=self._arm)
+        self.local.begin(audited=self.audit_due)
+
+    @property
+    def check_due(self) -> bool:
+        """Whether the next reducing backward is checked."""
+        return self.count % self._settings.check_every == 0
+
+    @property
+    def audit_due(self) -> bool:
+        """Whether the next reducing backward is audited."""
+        every = self._settings.replay_every
+        return bool(every) and not self.replay_off and self.count % every == 0
+
+    def begin_step(self, step: int) -> None:
+        """A new training step; meets a standing halt."""
+        self.halt.meet()
+        self.step = step
+        self._backwards_in_step = 0
+        self.recorder.begin()
+        if self.audit_due:
+            self.recorder.had_gradients = any(p.grad is not None for p in self.watched.parameters)
+
+    def end_step(self, seconds: float) -> None:
+        """The step is over: counts and writes; nothing collective."""
+        if self._join_seen:
+            self._join_seen = False
+            for check in ("gradient_checksum", "weight_checksum", "replay"):
+                self.reporter.skipped(check, "join")
+        self.reporter.finished_step(self.step, seconds)
+
+    def _joining(self) -> bool:
+        return bool(getattr(getattr(self.watched.ddp, "_join_config", None), "enable", False))
+
+    def _reducing(self) -> bool:
+        if not self.watched.ddp.require_backward_grad_sync:
+            return False
+        if self._joining():
+            self._join_seen = True
+            return False
+        return True
+
+    def _arm(self) -> None:
+        """From the first hook of a reducing backward: run `_end_of_backward` after DDP's own final callback."""
+        task = torch._C._current_graph_task_id()
+        if task == self._task:
+            return
+        self._task = task
+        engine: Any = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
+        engine.queue_callback(lambda: engine.queue_callback(self._end_of_backward))
+
+    def _end_of_backward(self) -> None:
+        checked, audited = self.check_due, self.audit_due
+        self._task = -1
+        self.count += 1
+        self._backwards_in_step += 1
+        try:
+            if checked:
+                self._exchange(audited)
+        finally:
+            self.local.begin(audited=self.audit_due)
+
+    def _exchange(self, audited: bool) -> None:
+        begin = time.perf_counter()
+        payload = self.recorder.pack() if audited else None
+        row = self._row(payload, audited)
+        rows = self.exchange.rows(row)
+        outcome = Outcome(reason=None if self.replay_off == "" else self.replay_off)
+        audit_seconds = 0.0
+        if audited:
+            audit_begin = time.perf_counter()
+            outcome = self.auditor.run(self.history, rows, row, payload, self.local.digests())
+            audit_seconds = time.perf_counter() - audit_begin
+            self.reporter.spent("replay", audit_seconds)
+        judgement = self._judge(rows, outcome if audited else None)
+        self._settle(judgement, row, rows)
+        self.reporter.spent("gradient_checksum", time.perf_counter() - begin - audit_seconds)
+
+    def _judge(self, rows: Sequence[Row | RowError], outcome: Outcome | None) -> Judgement:
+        steps = sorted(r.step for r in rows if isinstance(r, Row) and r.step is not None)
+        step = steps[len(steps) // 2] if steps else self.step
+        judgement, history = Judgement.void(step), self.history
+        try:
+            judgement, history = judge(
+                self.history,
+                self.membership.group,
+                step,
+                rows,
+                outcome.rows if outcome else None,
+                outcome.tie if outcome else None,
+                audit_reason=outcome.reason if outcome else None,
+            )
+        except Exception as error:  # our border: a verdict that fails is no verdict, and the ranks still agree below
+            self.reporter.swallow("verdict", error)
+        agreed, highest = self.exchange.agree(judgement.code, judgement.digest)
+        if agreed:
+            self.history = history
+        return combine(judgement, agreed, highest)
+
+    def _settle(self, judgement: Judgement, row: Row, rows: Sequence[Row | RowError | None]) -> None:
+        checked, verified = checked_through(self.history), verified_through(self.history)
+        events = self.reporter.judged(
+            judgement, row, when=median_time(rows, time.time()), checked=checked, verified=verified
+        )
+        if (checked, verified) != self._last_settled:
+            self._last_settled = (checked, verified)
+            self._settled(checked, verified)
+        event = containing(events)
+        if event is not None:
+            self.halt.raise_for(event, self.exchange)
+
+    def _row(self, payload: bytes | None, audited: bool) -> Row:
+        fixed = {
+            "rank": self.exchange.rank,
+            "instance": self.membership.group.instances[self.exchange.rank],
+            "epoch": self.membership.group.epoch,
+            "step": self.step,
+            "time": time.time(),
+            "environment": self.membership.group.environments[self.exchange.rank],
+        }
+        try:
+            return Row(**fixed, error=ErrorCode.NONE, **self._measured(), **self._replayable(payload, audited))
+        except Exception as error:  # our border: the row still travels, its numbers are void
+            self.reporter.swallow("gradient_checksum", error)
+            return Row(**fixed, error=ErrorCode.CHECK)
+
+    def _measured(self) -> dict[str, Any]:
+        digest, nonfinite = reduced(self.watched.parameters)
+        norm = self.local.norm()
+        return {
+            "local_norm": norm,
+            "local_nonfinite": int(not math.isfinite(norm)),
+            "reduced": digest,
+            "reduced_nonfinite": int(nonfinite),
+            **self.state_fields(),
+        }
+
+    def state_fields(self) -> dict[str, Any]:
+        """The row's fields that describe parameters, optimizer and user code, as they stand now."""
+        fields: dict[str, Any] = {
+            "hyperparameters": hyperparameters_digest(self.watched.optimizer),
+            "loss_scale": self.recorder.scale,
+            "compile_count": _compiled_graphs(),
+            "optimizer_steps": self.optimizer_watch.calls,
+            "weights_now": fingerprint(self.watched.parameters),
+            "versions_now": self.optimizer_watch.written_since(),
+        }
+        measure = self.optimizer_watch.newest
+        if measure is not None:
+            fields |= {
+                "optimizer_step_of": measure.step,
+                "gradient_begin": measure.gradient_begin,
+                "weights_begin": measure.weights_begin,
+                "weights_end": measure.weights_end,
+                "state_begin": measure.state_begin,
+                "state_end": measure.state_end,
+                "versions_begin": measure.versions_begin,
+                "versions_end": measure.versions_end,
+            }
+        return fields
+
+    def _replayable(self, payload: bytes | None, audited: bool) -> dict[str, Any]:
+        if not audited:
+            return {}
+        reason = self._not_ready(payload)
+        if reason is not None or payload is None:
+            return {"replay_ready": SkipReason.code(reason or "disabled")}
+        return {
+            "replay_ready": 1,
+            "batch_bytes": len(payload),
+            "batch_signature": self.recorder.signature(),
+            "free_memory": _free_memory(self.watched.device),
+        }
+
+    def _not_ready(self, payload: bytes | None) -> str | None:
+        if self.auditor.collective:
+            return "collective"
+        if self.recorder.failure:
+            return self.recorder.failure
+        if payload is None or self._backwards_in_step > 1:
+            return "disabled"
+        free = _free_memory(self.watched.device)
+        needed = 2 * sum(p.numel() * p.element_size() for p in self.watched.parameters) + len(payload)
+        return "oom" if free is not None and free < needed else None
+
+    def _guard(self, what: str, measure: Callable[[], None]) -> None:
+        begin = time.perf_counter()
+        try:
+            measure()
+        except CorruptionDetected:
+            raise
+        except Exception as error:  # our border: optimizer.step must not fail because a measurement did
+            self.reporter.swallow(what, error)
+        self.reporter.spent("weight_checksum", time.perf_counter() - begin)
+
+    def close(self) -> None:
+        """Removes every hook."""
+        self.local.close()
+        self.optimizer_watch.close()
+
+
+def _no_loss(model: torch.nn.Module, batch: Any) -> torch.Tensor:
+    raise AssertionError("no audit runs without a loss_fn")
+
+
+def _compiled_graphs() -> int:
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    return int(dynamo.counters["stats"]["unique_graphs"]) if dynamo is not None else 0
+
+
+def _free_memory(device: torch.device) -> int | None:
+    if device.type != "cuda":
+        return None
+    free, _ = torch.cuda.mem_get_info(device)
+    return int(free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))

@@ -1,0 +1,448 @@
+"""`Monitor`: the two lines that a training engineer adds to a loop.
+
+It checks what it is given, finds its peers, prints what it will check, and hands steps to the running `Epoch`. It is
+a no-op, said in one line, without a process group, with one process, or with `SDCWATCH_DISABLE=1`. It never writes to
+parameters, gradients, buffers or RNG and registers no communication hook. Flow: training loop -> **monitor** ->
+epoch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from sdcwatch import checkpoint as checkpoints
+from sdcwatch import coverage, environment, start
+from sdcwatch.agent.start import ensure_agent
+from sdcwatch.checks.replay import LossFunction
+from sdcwatch.contain import Halt
+from sdcwatch.epoch import Epoch, Watched
+from sdcwatch.errors import CheckpointError, ConfigurationError, SdcwatchError
+from sdcwatch.exchange import Exchange, last_rows
+from sdcwatch.identity import job_name, take
+from sdcwatch.latch import refuse_start, released_latches
+from sdcwatch.observation import ErrorCode, Row
+from sdcwatch.report import Reporter, log
+from sdcwatch.settings import Settings, disabled
+from sdcwatch.spool import Spool
+from sdcwatch.spool_folders import job_root, user_root
+from sdcwatch.verdict import Verdict, checked_through, judge, verified_through
+
+PHASES = ("training", "evaluating", "checkpointing")
+
+#: Seconds that `close()` waits for the last rows of its peers.
+CLOSE_SECONDS = 10.0
+
+_live: list[Monitor] = []
+
+
+class Step:
+    """One training step, as `with monitor.step(n) as s` gives it."""
+
+    def __init__(self, monitor: Monitor, step: int) -> None:
+        self._monitor = monitor
+        self.step = step
+        self._begin = 0.0
+
+    def __enter__(self) -> Step:
+        self._begin = time.perf_counter()
+        self._monitor._begin(self.step)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self._monitor._end(time.perf_counter() - self._begin)
+
+    def loss(self, batch: Any) -> Any:
+        """Calls `loss_fn(ddp_model, batch)` and returns its result; call it once per micro-batch.
+
+        On audited steps the batch, RNG and autocast are kept as they are now, so that replay can run the same thing
+        again.
+
+        Raises:
+            ConfigurationError: the monitor was made without `loss_fn`.
+        """
+        return self._monitor._loss(batch)
+
+
+class Monitor:
+    """Watches one DDP model and its optimizer. Create it on every rank, after DDP and the optimizer.
+
+    Args:
+        model: `DistributedDataParallel`, or `torch.compile` of one.
+        optimizer: the one that steps the model's parameters.
+        loss_fn: `loss_fn(model, batch) -> scalar loss`; None turns replay off, visibly.
+        **settings: fields of `Settings`; each may also stand in `SDCWATCH_*` or `sdcwatch.toml`.
+
+    Raises:
+        ConfigurationError: something cannot work; the same error on all ranks.
+        SpoolError: the spool cannot be used.
+        SystemExit: status 86, a latch or quarantine stands.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        loss_fn: LossFunction | None = None,
+        **settings: Any,
+    ) -> None:
+        self._model = model
+        self._loss_fn = loss_fn
+        self._epoch: Epoch | None = None
+        self._coverage: tuple[coverage.CoverageLine, ...] = ()
+        self._step: int | None = None
+        self._phase = "training"
+        self._closed = False
+        self._settings = Settings()
+        if not dist.is_available() or not dist.is_initialized():
+            self._off("no process group is initialized")
+            return
+        if dist.get_world_size() < 2:
+            self._off("one process has no peer to compare with")
+            return
+        ddp = start.unwrap(model)
+        _refuse_second(ddp)
+        group = ddp.process_group
+        parameters = start.replicated_parameters(ddp)
+        device = parameters[0][1].device if parameters else torch.device("cpu")
+        exchange = Exchange(group, device if "nccl" in str(dist.get_backend(group)) else torch.device("cpu"))
+        mine, error = self._bring(optimizer, parameters, device, settings)
+        membership = start.join(exchange, mine, error)
+        if membership is None:
+            self._off("SDCWATCH_DISABLE is set")
+            return
+        spool = self._open_spool(exchange, membership)
+        self._watch(ddp, optimizer, [p for _, p in parameters], device, exchange, membership, spool)
+
+    def _bring(
+        self,
+        optimizer: Any,
+        parameters: list[tuple[str, torch.nn.Parameter]],
+        device: torch.device,
+        arguments: dict[str, Any],
+    ) -> tuple[start.Brought, Exception | None]:
+        if disabled():
+            return start.Brought(disabled=True), None
+        try:
+            start.check_optimizer(optimizer)
+            if not parameters:
+                raise ConfigurationError("the model has no parameter whose gradient DDP reduces: nothing to compare")
+            self._settings = Settings.load(arguments)
+            identity = take(
+                self._settings,
+                rank=dist.get_rank(),
+                local_rank=int(os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0"))),
+                device_uuid=environment.device_uuid(device),
+            )
+            refuse_start(self._latch_places(), uid_root=user_root(self._settings.spool_dir), instance=identity.instance)
+        except SystemExit:
+            return start.Brought(halted=True), None
+        except (SdcwatchError, ValueError, OSError) as error:
+            return start.Brought(error=str(error)), error
+        facts = environment.describe(device)
+        brought = start.Brought(
+            identity=identity,
+            facts=facts,
+            environment=environment.digest(facts),
+            schema=start.schema_digest(parameters),
+            settings=start.shared(self._settings),
+            epoch=start.new_epoch(),
+            replays=self._loss_fn is not None,
+        )
+        return brought, None
+
+    def _latch_places(self) -> list[Path]:
+        places = [job_root(self._settings.spool_dir, job_name(self._settings, os.environ))]
+        if self._settings.checkpoint_dir:
+            places.append(Path(self._settings.checkpoint_dir))
+        return places
+
+    def _open_spool(self, exchange: Exchange, membership: start.Membership) -> Spool:
+        identity = membership.identities[exchange.rank]
+        spool, error = None, None
+        try:
+            spool = Spool.open(
+                self._settings.spool_dir,
+                identity.job,
+                membership.epoch,
+                identity.rank,
+                identity.local_rank,
+                identity.labels(),
+                quota_bytes=self._settings.spool_quota_mb << 20,
+            )
+        except (SdcwatchError, OSError) as caught:
+            error = caught
+        errors = [f"rank {r}: {text}" for r, text in enumerate(exchange.everyone(str(error or ""))) if text]
+        if error is not None:
+            raise error
+        if errors:
+            raise ConfigurationError("; ".join(errors[:4]))
+        assert spool is not None
+        return spool
+
+    def _watch(
+        self,
+        ddp: torch.nn.parallel.DistributedDataParallel,
+        optimizer: torch.optim.Optimizer,
+        parameters: Sequence[torch.nn.Parameter],
+        device: torch.device,
+        exchange: Exchange,
+        membership: start.Membership,
+        spool: Spool,
+    ) -> None:
+        settings = self._settings
+        reporter = Reporter(
+            membership,
+            exchange.rank,
+            spool,
+            on_fault=settings.on_fault,
+            kept=settings.verdicts_kept,
+            interval=settings.metrics_interval,
+        )
+        halt = Halt(
+            reporter,
+            checkpoint_dir=Path(settings.checkpoint_dir) if settings.checkpoint_dir else None,
+            scrapes=settings.halt_grace_scrapes if settings.agent == "auto" else 0,
+            seconds=settings.halt_grace_seconds,
+        )
+        watched = Watched(ddp, optimizer, self._loss_fn, parameters, device)
+        self._epoch = Epoch(watched, settings, membership, exchange, reporter, halt, self._promote)
+        sizes = coverage.measure(ddp.module, parameters, optimizer)
+        self._coverage = coverage.describe(
+            sizes,
+            check_every=settings.check_every,
+            replay_every=settings.replay_every,
+            replay_off=_replay_off(membership),
+            nodes=len(membership.nodes),
+        )
+        if len(membership.nodes) < 2:
+            self._epoch.replay_off = "disabled"
+        for line in self._coverage:
+            reporter.metrics.set("sdc_detector_enabled", float(line.enabled), check=line.check)
+            reporter.metrics.set("sdc_coverage_bytes", line.covered_bytes, check=line.check, covered="yes")
+            reporter.metrics.set("sdc_coverage_bytes", line.uncovered_bytes, check=line.check, covered="no")
+        if exchange.rank == 0:
+            seconds = coverage.predicted_seconds(parameters, sizes)
+            print(coverage.table(self._coverage, sizes, seconds), flush=True)
+        if settings.agent == "auto" and membership.identities[exchange.rank].local_rank == 0:
+            trouble = ensure_agent(settings)
+            if trouble:
+                log.warning("sdcwatch: no agent serves this node's metrics: %s", trouble)
+        reporter.state("starting")
+        _live.append(self)
+
+    def _off(self, why: str) -> None:
+        log.warning("sdcwatch is off: %s", why)
+        print(f"sdcwatch is off: {why}", flush=True) if int(os.environ.get("RANK", "0")) == 0 else None
+
+    @property
+    def enabled(self) -> bool:
+        """False where the monitor is a no-op."""
+        return self._epoch is not None
+
+    @property
+    def verdicts(self) -> tuple[Verdict, ...]:
+        """The newest verdicts other than clean, oldest first (at most `verdicts_kept`)."""
+        return tuple(self._epoch.reporter.verdicts) if self._epoch else ()
+
+    def coverage(self) -> tuple[coverage.CoverageLine, ...]:
+        """What each check covers, how often it runs, and why one is off; empty where the monitor is off."""
+        return self._coverage
+
+    def step(self, step: int) -> Step:
+        """The context of one training step.
+
+        Args:
+            step: the number of this step; it must rise.
+
+        Raises:
+            ConfigurationError: the number falls back (a new `Monitor` begins a new epoch), or the monitor is closed.
+        """
+        if self._closed:
+            raise ConfigurationError("this Monitor is closed; create a new one to go on training")
+        if self._step is not None and step <= self._step:
+            raise ConfigurationError(
+                f"step {step} after step {self._step}: step numbers must rise; after a rollback create a new Monitor"
+            )
+        self._step = step
+        return Step(self, step)
+
+    def _begin(self, step: int) -> None:
+        if self._epoch is None:
+            return
+        self._epoch.begin_step(step)
+        if self._phase != "training" or self._epoch.count == 0:
+            self.phase("training")
+
+    def _end(self, seconds: float) -> None:
+        if self._epoch is not None:
+            self._epoch.end_step(seconds)
+
+    def _loss(self, batch: Any) -> Any:
+        if self._loss_fn is None:
+            raise ConfigurationError("s.loss(batch) needs Monitor(..., loss_fn=loss_fn)")
+        if self._epoch is None:
+            return self._loss_fn(self._model, batch)
+        return self._epoch.recorder.loss(self._loss_fn, self._model, batch, audited=self._epoch.audit_due)
+
+    def phase(self, phase: str) -> None:
+        """Says what the job does now, so that liveness alerts know: `training`, `evaluating` or `checkpointing`.
+
+        Raises:
+            ConfigurationError: another word.
+        """
+        if phase not in PHASES:
+            raise ConfigurationError(f"phase {phase!r} is none of {', '.join(PHASES)}")
+        self._phase = phase
+        if self._epoch is not None:
+            self._epoch.reporter.state(phase)
+
+    def checkpoint(self, path: str | os.PathLike[str], save_fn: Callable[[Path], object]) -> None:
+        """Writes a checkpoint of the state after the newest step, with a manifest; call it on every rank, after the
+        step.
+
+        Only the lowest rank writes. The checkpoint is a candidate until the checks of later steps have covered it. Not
+        collective: add your own barrier where other ranks read the file at once.
+
+        Args:
+            path: final place, in `checkpoint_dir`.
+            save_fn: called with a temporary path; saves there.
+
+        Raises:
+            CheckpointError: `save_fn` wrote nothing, or no step has run yet.
+        """
+        if self._epoch is None:
+            if not dist.is_initialized() or dist.get_rank() == 0:
+                save_fn(Path(path))
+            return
+        if self._step is None:
+            raise CheckpointError("no step has run: there is no state to save yet")
+        if self._epoch.exchange.rank != self._writer:
+            return
+        reporter = self._epoch.reporter
+        reporter.state("checkpointing")
+        try:
+            checkpoints.save(path, save_fn, step=self._step, epoch=reporter.membership.epoch, job=reporter.identity.job)
+        finally:
+            reporter.state(self._phase)
+
+    @property
+    def _writer(self) -> int:
+        assert self._epoch is not None
+        return self._epoch.membership.reporters()[0]
+
+    def resume_point(self) -> checkpoints.CheckpointRecord | None:
+        """The newest checkpoint to resume from, or None: as trusted as the newest released latch asks, else checked.
+
+        Its bytes have been verified against the manifest. Local, not collective: `checkpoint_dir` is shared.
+
+        Raises:
+            ConfigurationError: no `checkpoint_dir`.
+        """
+        folder = self._settings.checkpoint_dir
+        if folder is None:
+            raise ConfigurationError("resume_point needs checkpoint_dir=")
+        released = released_latches(folder)
+        newest = max(released, key=lambda r: r.latch.time, default=None)
+        return checkpoints.last_clean(folder, newest.latch.trust_needed if newest else "checked")
+
+    def _promote(self, checked: int | None, verified: int | None) -> None:
+        """Raises the trust of this epoch's checkpoints when steps behind them proved clean."""
+        epoch = self._epoch
+        if epoch is None or self._settings.checkpoint_dir is None or epoch.exchange.rank != self._writer:
+            return
+        try:
+            checkpoints.promote(self._settings.checkpoint_dir, checked, verified, epoch=epoch.membership.epoch)
+            clean = checkpoints.newest_trusted(self._settings.checkpoint_dir)
+            if clean is not None:
+                epoch.reporter.metrics.set("sdc_last_clean_checkpoint_step", clean.step)
+        except (OSError, SdcwatchError) as error:
+            epoch.reporter.swallow("checkpoint", error)
+
+    def close(self) -> None:
+        """Ends the epoch: swaps the last rows through the store (10 s at most), writes, removes all hooks."""
+        epoch, self._closed = self._epoch, True
+        if epoch is None:
+            return
+        with contextlib.suppress(ValueError):
+            _live.remove(self)
+        epoch.close()
+        self._epoch_ended(epoch)
+        epoch.reporter.state("halted" if epoch.halt.standing else "finished")
+        spool, epoch.reporter.spool = epoch.reporter.spool, None
+        if spool is not None:
+            spool.close()
+
+    def _epoch_ended(self, epoch: Epoch) -> None:
+        """Judges the last optimizer step. Missing peers mean that the last checkpoint stays a candidate."""
+        if epoch.halt.standing or epoch.count == 0:
+            return
+        group = epoch.membership.group
+        rank = epoch.exchange.rank
+        try:
+            row = Row(
+                rank=rank,
+                instance=group.instances[rank],
+                epoch=group.epoch,
+                step=epoch.step,
+                error=ErrorCode.NONE,
+                time=time.time(),
+                environment=group.environments[rank],
+                **epoch.state_fields(),
+            )
+            rows = last_rows(
+                row,
+                epoch=epoch.membership.epoch,
+                rank=rank,
+                size=group.size,
+                timeout=timedelta(seconds=CLOSE_SECONDS),
+            )
+            if any(r is None for r in rows):
+                log.warning("sdcwatch: peers did not close in time; the last checkpoint stays a candidate")
+                return
+            judgement, epoch.history = judge(epoch.history, group, epoch.step, rows, None, None)
+            epoch.reporter.judged(
+                judgement,
+                row,
+                when=max(r.time or 0.0 for r in rows if isinstance(r, Row)),
+                checked=checked_through(epoch.history),
+                verified=verified_through(epoch.history),
+            )
+            self._promote_last(epoch)
+        except Exception as error:  # our border: a run that finished must end well
+            epoch.reporter.swallow("weight_checksum", error)
+
+    def _promote_last(self, epoch: Epoch) -> None:
+        self._promote(checked_through(epoch.history), verified_through(epoch.history))
+
+
+def _refuse_second(ddp: torch.nn.Module) -> None:
+    for other in _live:
+        same = other._epoch is not None and other._epoch.watched.ddp is ddp
+        raise ConfigurationError(
+            "this model already has a Monitor; close() it before making another"
+            if same
+            else "this process already has a Monitor on another model: one DDP model a process can be watched; "
+            "close() the first"
+        )
+
+
+def _replay_off(membership: start.Membership) -> str:
+    if not membership.replays:
+        return "disabled: Monitor has no loss_fn"
+    if len(membership.nodes) < 2:
+        return "disabled: one node has no other to replay on"
+    return ""

@@ -1,0 +1,251 @@
+"""From a judgement to what people see: events in the spool, metrics, the log.
+
+One `Reporter` a rank. Every rank builds the same event; only some write it (the suspects' own ranks and the lowest
+ranks of two other nodes, so that the proof outlives a node and is attested by two). It decides nothing and is never
+collective.
+Flow: verdict -> **report** -> event, metrics, spool.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections import deque
+from collections.abc import Sequence
+
+from sdcwatch import event as events
+from sdcwatch.catalog import ACCUSING_CHECKS, CHECKS, TRAINING_STATES
+from sdcwatch.errors import SpoolError
+from sdcwatch.identity import Identity
+from sdcwatch.metrics import RankMetrics
+from sdcwatch.observation import Row
+from sdcwatch.spool import Spool
+from sdcwatch.start import Membership
+from sdcwatch.verdict import Judgement, Verdict
+
+log = logging.getLogger("sdcwatch")
+
+#: Robust deviations above this count as an anomaly (a hint, never an accusation).
+DEVIATION_BOUND = 10.0
+
+
+class Reporter:
+    """Writes what one rank has to say.
+
+    Args:
+        membership: the epoch's ranks.
+        rank: this rank.
+        spool: this rank's spool, None where it could not be opened (then only the log speaks).
+        on_fault: `observe` or `halt`, as events say what happens next.
+        kept: how many verdicts `verdicts` remembers.
+        interval: seconds between two writes of the metrics file.
+    """
+
+    def __init__(
+        self, membership: Membership, rank: int, spool: Spool | None, *, on_fault: str, kept: int, interval: float
+    ) -> None:
+        self.membership = membership
+        self.rank = rank
+        self.identity: Identity = membership.identities[rank]
+        self.spool = spool
+        self.verdicts: deque[Verdict] = deque(maxlen=kept)
+        self._on_fault = on_fault
+        self._interval = interval
+        self._written = 0.0
+        self._swallowed: set[str] = set()
+        self.metrics = RankMetrics(
+            self.identity.labels(),
+            writes_node=self.identity.local_rank == 0,
+            writes_job=rank in membership.reporters(),
+        )
+        if spool is not None and (before := spool.previous_metrics()):
+            self.metrics.restore(before)
+        self._describe()
+
+    def _describe(self) -> None:
+        facts = self.membership.facts[self.rank]
+        self.metrics.set("sdc_world_size", len(self.membership.identities))
+        self.metrics.set(
+            "sdc_rank_info",
+            1,
+            local_rank=self.identity.local_rank,
+            host=self.identity.host,
+            instance_type="",
+            gpu_model=facts.get("gpu", facts.get("cpu", "")),
+            driver=facts.get("driver", ""),
+        )
+
+    def state(self, state: str) -> None:
+        """Exports the job's state (`training`, `evaluating`, ...) and writes the file at once."""
+        for name in TRAINING_STATES:
+            self.metrics.set("sdc_training_state", float(name == state), state=name)
+        self.write(force=True)
+
+    def judged(
+        self, judgement: Judgement, row: Row, *, when: float, checked: int | None, verified: int | None
+    ) -> list[events.Event]:
+        """Takes one judgement: counts it, and makes its new verdicts durable.
+
+        Args:
+            judgement: what all ranks concluded.
+            row: this rank's own row.
+            when: the event time, unix seconds, equal on all ranks.
+            checked, verified: newest checked and verified step.
+
+        Returns:
+            The new events, in the order of the verdicts; on disk when this returns (on the ranks that write them).
+        """
+        self._count(judgement, row, checked, verified)
+        new: list[events.Event] = []
+        for verdict in judgement.verdicts:
+            if not verdict.new:
+                continue
+            self.verdicts.append(verdict)
+            if verdict.kind == "undefined":
+                continue
+            event = self.event(verdict, when)
+            new.append(event)
+            self._publish(verdict, event)
+        self.write(force=bool(new))
+        return new
+
+    def _count(self, judgement: Judgement, row: Row, checked: int | None, verified: int | None) -> None:
+        metrics = self.metrics
+        now = time.time()
+        for check, outcome in judgement.checks:
+            if outcome.startswith("skipped:"):
+                metrics.inc("sdc_skips_total", check=check, reason=outcome.removeprefix("skipped:"))
+                metrics.inc("sdc_checks_skipped_total")
+            elif outcome == "undefined":
+                metrics.inc("sdc_skips_total", check=check, reason="undefined")
+                metrics.inc("sdc_checks_skipped_total")
+            else:
+                metrics.inc("sdc_checks_total", check=check)
+        for check, sizes in judgement.group_sizes.items():
+            if sizes:
+                metrics.set("sdc_replica_groups", round(sum(1 / size for size in sizes)), check=check)
+                metrics.set("sdc_replica_group_size", sizes[self.rank])
+        metrics.set("sdc_last_check_timestamp_seconds", now)
+        if row.local_norm is not None:
+            metrics.set("sdc_gradient_norm", row.local_norm)
+        if judgement.deviations:
+            deviation = judgement.deviations[self.rank]
+            metrics.set("sdc_gradient_norm_deviation", deviation)
+            metrics.inc("sdc_gradient_norm_anomalies_total", float(deviation > DEVIATION_BOUND))
+        metrics.inc("sdc_nonfinite_gradients_total", float(bool(row.local_nonfinite)))
+        if checked is not None:
+            metrics.set("sdc_checked_step", checked)
+        if verified is not None:
+            metrics.set("sdc_verified_step", verified)
+
+    def event(self, verdict: Verdict, when: float) -> events.Event:
+        """The event of a verdict: the same bytes on every rank."""
+        halts = self._on_fault == "halt" and verdict.contains
+        identities = self.membership.identities
+        return events.Event(
+            id=events.event_id(
+                self.identity.job, self.membership.epoch, verdict.step, verdict.check, verdict.kind, verdict.suspects,
+                verdict.differing,
+            ),
+            training_job=self.identity.job,
+            training_cluster=self.identity.cluster,
+            epoch=self.membership.epoch,
+            step=verdict.step,
+            check=verdict.check,
+            kind=verdict.kind,
+            persistence=verdict.persistence,
+            time=round(when, 3),
+            suspects=verdict.suspects,
+            differing=verdict.differing,
+            candidates=verdict.candidates,
+            path=verdict.path,
+            sentence=verdict.sentence,
+            evidence=verdict.evidence,
+            action="halt" if halts else "observe",
+            drill=False,
+            world_size=len(identities),
+            last_clean_step=verdict.last_clean_step,
+            trust_needed=verdict.trust_needed,
+            ranks=tuple(
+                events.RankIdentity(
+                    rank=i.rank, local_rank=i.local_rank, node=i.node, instance=i.instance, host=i.host,
+                    gpu_uuid=i.gpu_uuid, cluster=i.cluster,
+                    environment=f"{self.membership.group.environments[i.rank]:016x}",
+                )
+                for i in identities
+            ),
+        )  # fmt: skip
+
+    def _publish(self, verdict: Verdict, event: events.Event) -> None:
+        identities = self.membership.identities
+        outsiders = self.membership.reporters(frozenset(identities[r].node_key for r in verdict.suspects))
+        if verdict.suspects and verdict.check in ACCUSING_CHECKS and (self.rank in {*verdict.suspects, *outsiders}):
+            for suspect in verdict.suspects:
+                if suspect == self.rank or self.rank in outsiders:
+                    self.metrics.blame(identities[suspect].labels(), verdict.check, event.time)
+        if not verdict.suspects:
+            self.metrics.inc("sdc_unattributed_total", check=verdict.check, verdict=verdict.kind)
+            self.metrics.set(
+                "sdc_last_unattributed_timestamp_seconds", event.time, check=verdict.check, verdict=verdict.kind
+            )
+        if self.rank not in {*verdict.suspects, *verdict.differing, *outsiders}:
+            return
+        reporter = events.Reporter(self.rank, self.identity.node, self.identity.instance, self.identity.gpu_uuid)
+        line = events.journal_line(event, reporter, {"written": round(time.time(), 3)})
+        if self.spool is not None and not self.spool.append_event(line):
+            self.swallow("spool", SpoolError(self.spool.last_refusal))
+        print(events.verdict_line(line), file=sys.stderr, flush=True)
+        if self.rank in outsiders[:1]:
+            print(self._block(event), file=sys.stderr, flush=True)
+
+    def _block(self, event: events.Event) -> str:
+        if event.action == "halt":
+            now = f"the job stops before the optimizer step of step {event.step}; no rank trains on"
+        else:
+            now = f"training goes on: on_fault={self._on_fault}"
+        folder = self.spool.job_directory if self.spool is not None else "<spool>"
+        look = f"sdcwatch latch show --dir {folder}" if event.action == "halt" else f"cat {folder}/*/*.events.jsonl"
+        return events.training_log_block(event, what_now=now, look_further=look)
+
+    def finished_step(self, step: int, seconds: float) -> None:
+        """Counts one finished step and writes the file when it is due."""
+        self.metrics.set("sdc_training_step", step)
+        self.metrics.set("sdc_last_step_timestamp_seconds", time.time())
+        self.metrics.inc("sdc_step_seconds_total", seconds)
+        self.write()
+
+    def spent(self, check: str, seconds: float) -> None:
+        """Counts the time of one check."""
+        if check in CHECKS:
+            self.metrics.inc("sdc_check_seconds_total", max(seconds, 0.0), check=check)
+
+    def skipped(self, check: str, reason: str) -> None:
+        """Counts a skip that no judgement saw."""
+        self.metrics.inc("sdc_skips_total", check=check, reason=reason)
+        self.metrics.inc("sdc_checks_skipped_total")
+
+    def swallow(self, what: str, error: BaseException) -> None:
+        """Counts an exception of our own that training must not see; logged once a kind."""
+        self.metrics.inc("sdc_checks_skipped_total")
+        if what in CHECKS:
+            self.metrics.inc("sdc_skips_total", check=what, reason="error")
+        kind = f"{what}:{type(error).__name__}"
+        if kind not in self._swallowed:
+            self._swallowed.add(kind)
+            log.warning("sdcwatch: %s failed and was skipped (further ones are only counted): %r", what, error)
+
+    def write(self, *, force: bool = False) -> None:
+        """Writes the metrics file when the interval has passed, or at once."""
+        now = time.monotonic()
+        if self.spool is None or (not force and now - self._written < self._interval):
+            return
+        self._written = now
+        if not self.spool.write_metrics(self.metrics.render()):
+            self.swallow("spool", SpoolError(self.spool.last_refusal))
+
+
+def median_time(rows: Sequence[object], default: float) -> float:
+    """Median of the clocks in the rows that could be read, unix seconds; robust to a minority of wrong clocks."""
+    times = sorted(r.time for r in rows if isinstance(r, Row) and r.time is not None)
+    return times[len(times) // 2] if times else default

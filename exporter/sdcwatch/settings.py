@@ -1,0 +1,180 @@
+"""One frozen record of settings and the only reader of `SDCWATCH_*`.
+
+Precedence, written once: argument > environment > file > default. The file is `sdcwatch.toml` in the working folder,
+or what `SDCWATCH_CONFIG` names. Unknown keys are errors in all three places. Standard library only.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sdcwatch.errors import ConfigurationError
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+PREFIX = "SDCWATCH_"
+#: Variables with our prefix that are no settings: where the file is, the off switch, and fault injection's own.
+RESERVED = frozenset({"SDCWATCH_CONFIG", "SDCWATCH_DISABLE"})
+RESERVED_PREFIX = "SDCWATCH_TESTING_"
+
+_CHOICES = {
+    "on_fault": ("observe", "halt"),
+    "agent": ("auto", "external", "off"),
+}
+_AT_LEAST = {
+    "check_every": 1,
+    "replay_every": 0,
+    "halt_grace_scrapes": 0,
+    "halt_grace_seconds": 0,
+    "metrics_interval": 0,
+    "agent_port": 1,
+    "verdicts_kept": 1,
+    "spool_quota_mb": 1,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """All settings of a `Monitor`. Each is also an environment variable: `replay_every` is `SDCWATCH_REPLAY_EVERY`.
+
+    Attributes:
+        job: name of this training job; no two running jobs may share it. Default: Slurm's or torchrun's own.
+        cluster: HyperPod cluster name; empty outside one.
+        node: EKS node name or Slurm NodeName. Default: the agent's `node.json`, Slurm's, else the host name.
+        instance: instance id (`i-...`); empty outside a cloud.
+        gpu_uuid: overrides the device's own UUID (for CPU runs and tests).
+        spool_dir: root of this node's spool.
+        checkpoint_dir: where checkpoints and the latch live; shared by all nodes. None: no latch outside the spool.
+        on_fault: `observe` reports; `halt` raises out of `backward()` on a proven difference of state.
+        check_every: gradient and weight checks run on every n-th reducing backward.
+        replay_every: replay audits run on every n-th reducing backward, the first included; 0 turns replay off.
+        halt_grace_scrapes: scrapes that a halting rank waits for where the agent dies with the job.
+        halt_grace_seconds: the most seconds of that wait.
+        metrics_interval: seconds between two writes of this rank's metrics file.
+        agent: `auto` starts the node agent when none runs, `external` expects a service, `off` starts none.
+        agent_host, agent_port: where an agent started by a rank listens.
+        events_token_file, latch_token_file: token files handed to an agent started by a rank.
+        verdicts_kept: length of `monitor.verdicts`.
+        spool_quota_mb: most megabytes of spool for this job on this node.
+    """
+
+    job: str | None = None
+    cluster: str = ""
+    node: str | None = None
+    instance: str | None = None
+    gpu_uuid: str | None = None
+    spool_dir: str = "/tmp/sdcwatch"
+    checkpoint_dir: str | None = None
+    on_fault: str = "observe"
+    check_every: int = 1
+    replay_every: int = 200
+    halt_grace_scrapes: int = 3
+    halt_grace_seconds: float = 120.0
+    metrics_interval: float = 1.0
+    agent: str = "auto"
+    agent_host: str = "127.0.0.1"
+    agent_port: int = 9478
+    events_token_file: str | None = None
+    latch_token_file: str | None = None
+    verdicts_kept: int = 1000
+    spool_quota_mb: int = 256
+
+    def __post_init__(self) -> None:
+        for name, allowed in _CHOICES.items():
+            value = getattr(self, name)
+            if value not in allowed:
+                raise ConfigurationError(f"{name} is {value!r}; it must be one of {', '.join(allowed)}")
+        for name, least in _AT_LEAST.items():
+            if getattr(self, name) < least:
+                raise ConfigurationError(f"{name} is {getattr(self, name)!r}; it must be at least {least}")
+        if self.replay_every % self.check_every:
+            raise ConfigurationError(
+                f"replay_every ({self.replay_every}) must be a multiple of check_every ({self.check_every}): "
+                "an audit is judged together with the gradient and weight checks of its step"
+            )
+
+    @classmethod
+    def load(cls, arguments: Mapping[str, Any] | None = None, environ: Mapping[str, str] | None = None) -> Settings:
+        """Merges arguments, environment and file.
+
+        Args:
+            arguments: what the caller passed; None values count as not passed.
+            environ: the environment to read (default: `os.environ`).
+
+        Raises:
+            ConfigurationError: an unknown key or a value that cannot be read, naming where it came from.
+        """
+        environ = os.environ if environ is None else environ
+        merged: dict[str, Any] = {}
+        merged.update(_from_file(environ))
+        merged.update(_from_environment(environ))
+        for key, value in (arguments or {}).items():
+            if value is not None:
+                merged[key] = _typed(key, os.fspath(value) if isinstance(value, os.PathLike) else value, "argument")
+        return cls(**merged)
+
+
+_TYPES = {f.name: str(f.type) for f in dataclasses.fields(Settings)}
+
+
+def disabled(environ: Mapping[str, str] | None = None) -> bool:
+    """True when `SDCWATCH_DISABLE` asks to turn everything off without a code change."""
+    value = (os.environ if environ is None else environ).get("SDCWATCH_DISABLE", "")
+    return value.strip().lower() in {"1", "true", "yes", "on"}
+
+
+def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
+    found = {}
+    for variable, value in environ.items():
+        if not variable.startswith(PREFIX) or variable in RESERVED or variable.startswith(RESERVED_PREFIX):
+            continue
+        found[variable[len(PREFIX) :].lower()] = _typed(
+            variable[len(PREFIX) :].lower(), value, f"environment variable {variable}"
+        )
+    return found
+
+
+def _from_file(environ: Mapping[str, str]) -> dict[str, Any]:
+    named = environ.get("SDCWATCH_CONFIG")
+    path = Path(named or "sdcwatch.toml")
+    if not path.is_file():
+        if named:
+            raise ConfigurationError(f"SDCWATCH_CONFIG names {named}, which is no file")
+        return {}
+    try:
+        content = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
+        raise ConfigurationError(f"{path} cannot be read as TOML: {error}") from error
+    return {key: _typed(key, value, f"file {path}") for key, value in content.items()}
+
+
+def _typed(key: str, value: Any, source: str) -> Any:
+    if key not in _TYPES:
+        near = difflib.get_close_matches(key, _TYPES, n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise ConfigurationError(f"unknown setting {key!r} ({source}){hint}")
+    wanted = _TYPES[key]
+    try:
+        if isinstance(value, bool):
+            raise ValueError
+        if wanted.startswith("int"):
+            if isinstance(value, float) and not value.is_integer():
+                raise ValueError
+            return int(value)
+        if wanted.startswith("float"):
+            return float(value)
+    except (TypeError, ValueError):
+        raise ConfigurationError(f"{key} is {value!r} ({source}); it must be a number") from None
+    if not isinstance(value, str):
+        raise ConfigurationError(f"{key} is {value!r} ({source}); it must be text")
+    return value
