@@ -134,6 +134,7 @@ class Reporter:
             metrics.set("sdc_gradient_norm_deviation", deviation)
             metrics.inc("sdc_gradient_norm_anomalies_total", float(deviation > DEVIATION_BOUND))
         metrics.inc("sdc_nonfinite_gradients_total", float(bool(row.local_nonfinite)))
+        metrics.inc("sdc_calibration_outliers_total", float(self.rank in judgement.calibration_outliers))
         if checked is not None:
             metrics.set("sdc_checked_step", checked)
         if verified is not None:
