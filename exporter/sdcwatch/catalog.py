@@ -104,7 +104,7 @@ _METRICS = (
     Metric("sdc_gradient_norm_deviation", "gauge", "Robust deviation of the local norm from the median of its peers"),
     Metric("sdc_gradient_norm_anomalies_total", "counter", "Times the deviation of the local norm passed its bound"),
     Metric("sdc_nonfinite_gradients_total", "counter", "Steps whose local gradient held NaN or Inf before the reduce"),
-    Metric("sdc_calibration_outliers_total", "counter", "Calibrations in which only this rank's node failed all its edges"),
+    Metric("sdc_calibration_outliers_total", "counter", "Calibrations in which only this rank's node failed"),
     Metric("sdc_training_step", "gauge", "Newest training step of this rank"),
     Metric("sdc_last_step_timestamp_seconds", "gauge", "When this rank last finished a step", "seconds"),
     Metric("sdc_last_check_timestamp_seconds", "gauge", "When the check that ran longest ago last ran", "seconds"),
