@@ -1,7 +1,7 @@
 """The `sdcwatch` command: one table of subcommands, each living in the module that does the work.
 
-A command module offers `add_arguments(parser)` and `main(arguments) -> int` (an exit status of docs/contracts.md). Modules
-are imported only when their command is asked for, so that `sdcwatch agent` never imports torch.
+A command module offers `add_arguments(parser)` and `main(arguments) -> int` (an exit status of docs/contracts.md).
+Modules are imported only when their command is asked for, so that `sdcwatch agent` never imports torch.
 """
 
 from __future__ import annotations
@@ -41,3 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SdcwatchError as error:
         print(f"sdcwatch {arguments.command}: {error}", file=sys.stderr)
         return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -123,10 +123,10 @@ def event_id(
 
 def as_dict(event: Event) -> dict[str, Any]:
     """The `event` object of a journal line; rank numbers sorted, so that reporters cannot differ in their order."""
-    data = dataclasses.asdict(event)
+    data: dict[str, Any] = {field.name: getattr(event, field.name) for field in dataclasses.fields(event)}
     for name in ("suspects", "differing", "candidates"):
         data[name] = sorted(data[name])
-    data["ranks"] = sorted(data["ranks"], key=lambda identity: int(identity["rank"]))
+    data["ranks"] = [dataclasses.asdict(identity) for identity in sorted(event.ranks, key=lambda one: one.rank)]
     data["time"] = float(event.time)
     data["evidence"] = dict(event.evidence)
     return data

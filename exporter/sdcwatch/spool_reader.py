@@ -24,8 +24,7 @@ _CLAIM_BYTES = 1 << 20
 LINE_BYTES = 8 << 20
 #: Most bytes of lines in one answer; more is left off, visibly.
 ANSWER_BYTES = 8 << 20
-#: Most epochs of one job and most ranks of one epoch that are looked at: the newest, and the lowest.
-MAX_EPOCHS = 64
+#: Most ranks of one epoch on one node that are looked at: the lowest.
 MAX_RANKS = 1024
 
 
@@ -74,7 +73,7 @@ def iter_jobs(user_root: Path) -> Iterator[tuple[str, Path]]:
 def iter_epochs(job_directory: Path) -> Iterator[Path]:
     """A job's epoch folders, the oldest first."""
     orders = [(order, name) for name in _folders(job_directory) if (order := epoch_order(name)) is not None]
-    for _, name in sorted(orders)[-MAX_EPOCHS:]:
+    for _, name in sorted(orders):
         yield job_directory / name
 
 
