@@ -1,0 +1,101 @@
+"""What rules, routes, dashboards, runbooks and documents say about metrics and alerts, held against the catalogues."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from sdcwatch import catalog as exported
+from sdcwatch_remediation import catalog as service
+from sdcwatch_remediation.states import STATES
+
+ROOT = Path(__file__).parents[2]
+METRIC = re.compile(r"(?<![\w./-])sdc_[a-z0-9_]+")
+SELECTOR = re.compile(r"(?<![\w./-])(sdc_[a-z0-9_]+)(?:\{([^}]*)\})?")
+MATCHER = re.compile(r"(\w+)\s*(=~|!~|!=|=)\s*\\?\"([^\"\\]*)\\?\"|(\w+)=%q")
+#: Labels that a scrape adds, and that rules may use on `up` and on the service's metrics.
+SCRAPED = {"job", "instance"}
+SERVICE = {metric.name: metric for metric in service.CATALOG}
+KNOWN = set(exported.METRICS) | set(SERVICE)
+
+
+def places() -> Iterator[Path]:
+    for pattern in (
+        "alert_rules/*.yaml", "alert_rules/kubernetes/**/*.yaml", "alert_rules/runbooks/*.md", "dashboards/*.json",
+        "dashboards/*.py", "docs/**/*.md", "*.md", "*/README.md", "compose.yaml",
+    ):  # fmt: skip
+        yield from sorted(ROOT.glob(pattern))
+
+
+def rules() -> list[dict[str, Any]]:
+    return [
+        rule
+        for path in sorted((ROOT / "alert_rules").glob("*.rules.yaml"))
+        for group in yaml.safe_load(path.read_text())["groups"]
+        for rule in group["rules"]
+    ]
+
+
+def contract() -> str:
+    return (ROOT / "docs" / "contracts.md").read_text().split("## Alert labels")[1].split("\n## ")[0]
+
+
+@pytest.mark.parametrize("path", list(places()), ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_metric_that_is_named_is_exported(path: Path) -> None:
+    """A name that no catalogue has is a panel without data or a rule that never fires."""
+    # A trailing underscore speaks of a family of names, as in `sdc_remediation_*`.
+    names = {name for name in METRIC.findall(path.read_text()) if not name.endswith("_")}
+    unknown = names - KNOWN
+    assert not unknown
+
+
+@pytest.mark.parametrize("rule", rules(), ids=lambda rule: f"{rule['alert']}-{rule['labels']['severity']}")
+def test_every_selector_uses_labels_and_values_that_exist(rule: dict[str, Any]) -> None:
+    """A misspelt label or state selects nothing, and the rule stays silent for ever."""
+    text = rule["expr"] + " ".join(rule["annotations"].values())
+    for name, inside in SELECTOR.findall(text):
+        if name in exported.METRICS:
+            metric = exported.METRICS[name]
+            labels, enums = set(metric.all_labels), dict(metric.enums)
+        else:
+            labels, enums = set(SERVICE[name].labels), {}
+        for label, _, values, templated in MATCHER.findall(inside):
+            assert (label or templated) in labels | SCRAPED, f"{name} has no label {label or templated}"
+            if label in enums:
+                assert set(values.split("|")) <= set(enums[label]), f"{name}{{{label}}} is never {values}"
+
+
+def test_the_page_carries_the_labels_of_the_contract() -> None:
+    """Remediation refuses a doorbell without its identity labels, so the rule must aggregate by exactly those."""
+    page = next(rule for rule in rules() if rule["alert"] == "SDCReplicaMismatch")
+    by = re.search(r"by \(([^)]*)\)", page["expr"])
+    assert by is not None
+    carried = {label.strip() for label in by.group(1).split(",")} | {"alertname", *page["labels"]}
+    promised = set(re.findall(r"`([a-z_]+)(?:=\"sdc\")?`", contract().split("annotations")[0]))
+    assert carried == promised
+    assert set(page["annotations"]) == set(re.findall(r"`([a-z_]+)`", contract().split("annotations")[1].split(".")[0]))
+    assert carried - {"alertname", "category", "severity"} == set(
+        exported.METRICS["sdc_last_mismatch_timestamp_seconds"].all_labels
+    )
+
+
+def test_automation_hears_only_of_alerts_that_name_a_rank() -> None:
+    """The route's alert is the one whose labels the contract describes."""
+    routes = yaml.safe_load((ROOT / "alert_rules" / "alertmanager.yaml").read_text())["route"]["routes"]
+    automation = [route for route in routes if route["receiver"] == "automation"]
+    assert [route["matchers"] for route in automation] == [['category="sdc"', 'alertname="SDCReplicaMismatch"']]
+
+
+def test_state_deadlines_of_the_stuck_alert_cover_every_open_state() -> None:
+    """A state that the rule forgets can hold a case for ever unseen; `frozen` has an alert of its own."""
+    stuck = next(rule for rule in rules() if rule["alert"] == "SDCRemediationStuck")
+    named = {
+        state for _, states in re.findall(r"state(=~|=)\"([^\"]+)\"", stuck["expr"]) for state in states.split("|")
+    }
+    open_states = {name for name, state in STATES.items() if state.kind != "terminal"}
+    assert open_states - named <= {"frozen", "observed"}
+    assert named <= open_states
