@@ -67,7 +67,7 @@ class Provider(Protocol):
     """What the service needs of whoever owns the instances."""
 
     def inventory(self) -> Inventory:
-        """Read the live inventory; raises when it cannot be read whole."""
+        """Read the live inventory; raises a `RemediationError` when it cannot be read whole."""
 
     def replace_request(self, instance_id: str) -> dict[str, Any]:
         """Return the exact request that `replace` would send, for the intent and for dry runs; sends nothing."""

@@ -1,0 +1,84 @@
+"""Replace one instance: reserve the intent, act once, record, then read the world until it is proven.
+
+What it does: one attempt per call of `replace`, each with an intent of its own, committed before anything is sent. An
+attempt whose record is missing (a crash) or whose outcome is unknown is never repeated: only the inventory can
+settle it.
+What it never does: send two requests for one instance, or call it done because the provider accepted it.
+Its place: `worker` calls these for the states `replacing` and `proving_replacement`.
+"""
+
+from __future__ import annotations
+
+from sdcwatch_remediation.actions.isolate import permitted
+from sdcwatch_remediation.cases import Case, inventory_json
+from sdcwatch_remediation.casework import replaced_by_others
+from sdcwatch_remediation.context import Context, gates_json
+from sdcwatch_remediation.errors import Conflict
+from sdcwatch_remediation.policy import Answer
+from sdcwatch_remediation.records import Outcome, ReplaceResult
+
+
+def replace(ctx: Context, case: Case) -> Case | None:
+    """Make the next attempt, if there may be one (`replacing`)."""
+    intents = ctx.ledger.intents(case.id)
+    if live := [intent for intent in intents if intent.outcome != "refused"]:
+        known = live[-1].outcome or "not recorded: the service stopped between intent and record"
+        return ctx.store.move(case, "proving_replacement", reason=f"intent {live[-1].id}: {known}")
+    inventory = ctx.inventory()
+    if heir := ctx.replaced_elsewhere(case, inventory):
+        return replaced_by_others(ctx, case, heir.instance_id)
+    if len(intents) >= ctx.config.policy.attempts:
+        return ctx.store.move(case, "failed", reason=f"refused {len(intents)} times, last: {intents[-1].code}")
+    decision, _ = ctx.decide("replace", case, inventory)
+    if decision.answer is Answer.FREEZE:
+        return ctx.store.move(case, "frozen", reason=decision.reason, gates=gates_json(decision))
+    if decision.answer is Answer.REFUSE:
+        return ctx.store.move(case, "failed", reason=decision.reason, gates=gates_json(decision))
+    if not permitted(ctx, case, decision):
+        return None
+    assert inventory is not None  # the decision said so
+    try:
+        request = ctx.provider.replace_request(case.instance_id)
+        intent = ctx.ledger.reserve(case, request, before=inventory_json(inventory))
+    except Conflict as error:
+        ctx.store.set(
+            case,
+            step="held",
+            detail={"reason": str(error)},
+            next_at=ctx.clock() + ctx.config.worker.poll_seconds,
+        )
+        return None
+    result = _act_once(ctx, case)
+    ctx.ledger.record(intent, result)
+    ctx.telemetry.count("sdc_remediation_provider_calls_total", "replace", result.code or result.outcome.value)
+    if result.outcome is Outcome.UNKNOWN:
+        ctx.telemetry.count("sdc_remediation_unknown_outcomes_total")
+    if result.outcome is not Outcome.REFUSED:
+        return ctx.store.move(case, "proving_replacement", reason=f"intent {intent.id}: {result.outcome.value}")
+    if not result.retryable:
+        return ctx.store.move(case, "failed", reason=f"refused: {result.code} {result.message}"[:1000])
+    wait = ctx.config.policy.backoff_seconds * 2 ** len(intents)
+    ctx.store.set(case, step="attempt_refused", detail={"code": result.code, "wait": wait}, next_at=ctx.clock() + wait)
+    return None
+
+
+def prove_replacement(ctx: Context, case: Case) -> Case | None:
+    """Read the inventory until another instance runs in the old one's place (`proving_replacement`)."""
+    inventory, before = ctx.inventory(), case.before_inventory()
+    heir = ctx.provider.replacement_of(before, inventory, case.instance_id) if before and inventory else None
+    if heir is None:
+        ctx.store.set(case, next_at=ctx.clock() + ctx.config.worker.poll_seconds)
+        return None
+    ctx.ledger.entomb(case, heir.instance_id)
+    detail = {"replacement": heir.instance_id, "node": heir.node_name, "address": heir.address}
+    case = ctx.store.set(
+        case, step="replacement_proven", detail=detail, replacement=heir.instance_id, outcome="replaced"
+    )
+    return ctx.store.move(case, "resuming", reason=f"{heir.instance_id} runs in its place")
+
+
+def _act_once(ctx: Context, case: Case) -> ReplaceResult:
+    try:
+        return ctx.provider.replace(case.instance_id)
+    except Exception as error:  # whatever a provider raises after the intent, the call may have had its effect
+        return ReplaceResult(Outcome.UNKNOWN, type(error).__name__, str(error)[:500], retryable=False)

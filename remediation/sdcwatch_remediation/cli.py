@@ -1,0 +1,218 @@
+"""The command `sdcwatch-remediation`.
+
+What it does: writes and checks the configuration, serves, lets a person look, approve, reject, pause and resume.
+What it never does: touch the database or a node itself; all but `init`, `serve` and `simulate` talk to a running
+service.
+Exit status: 0 done, 1 a problem that it says, 2 wrong use.
+"""
+
+from __future__ import annotations
+
+import argparse
+import getpass
+import json
+import sys
+from collections.abc import Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from sdcwatch_remediation._version import __version__
+from sdcwatch_remediation.client import Client
+from sdcwatch_remediation.config import default_file, load
+from sdcwatch_remediation.errors import ConfigError, RemediationError
+
+DEFAULT_CONFIG = "sdcwatch-remediation.toml"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit status."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if words[:1] == ["simulate"]:
+        return _simulate(words[1:])
+    arguments = _parser().parse_args(words)
+    try:
+        return int(arguments.run(arguments))
+    except ConfigError as error:
+        print(f"sdcwatch-remediation: {error}", file=sys.stderr)
+        return 2
+    except RemediationError as error:
+        print(f"sdcwatch-remediation: {error}", file=sys.stderr)
+        return 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="sdcwatch-remediation", description=__doc__.splitlines()[0])
+    parser.add_argument("--version", action="version", version=__version__)
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+
+    def command(name: str, text: str, run: Any) -> argparse.ArgumentParser:
+        added = commands.add_parser(name, help=text, description=text)
+        added.add_argument("--config", type=Path, default=Path(DEFAULT_CONFIG), help=f"default: {DEFAULT_CONFIG}")
+        added.set_defaults(run=run)
+        return added
+
+    init = command("init", "write a commented default configuration", _init)
+    init.add_argument("--force", action="store_true", help="overwrite a file that exists")
+    serve = command("serve", "run the service", _serve)
+    serve.add_argument("--check", action="store_true", help="only check the configuration")
+    for name, text, run in (
+        ("cases", "list the cases", _cases),
+        ("show", "show one case whole", _show),
+        ("approve", "approve the request that a case shows", _approve),
+        ("reject", "reject a case", _reject),
+        ("pause", "stop every action at its next step", _pause),
+        ("resume", "end the pause", _resume),
+    ):
+        added = command(name, text, run)
+        added.add_argument("--url", help="the service's URL; default: from the configuration")
+        added.add_argument("--token-file", help="default: the one that the configuration names for this")
+        added.add_argument("--ca-file", help="PEM certificates to trust, for TLS")
+        added.add_argument("--json", action="store_true", help="print the answer as JSON")
+        if name in ("show", "approve", "reject"):
+            added.add_argument("case", help="case id")
+        if name in ("approve", "reject", "pause", "resume"):
+            added.add_argument("--by", default=getpass.getuser(), help="who decides; default: the login name")
+            added.add_argument("--reason", default="", help="why")
+        if name == "approve":
+            added.add_argument("--yes", action="store_true", help="do not ask")
+    commands.add_parser("simulate", help="run the HyperPod simulator on loopback")
+    return parser
+
+
+def _simulate(words: Sequence[str]) -> int:
+    # Imported only when asked for: the service needs none of it. Its options are its own.
+    from sdcwatch_remediation.simulator import command
+
+    parser = argparse.ArgumentParser(prog="sdcwatch-remediation simulate", description="A HyperPod on loopback.")
+    command.add_arguments(parser)
+    return command.main(parser.parse_args(words))
+
+
+def _init(arguments: argparse.Namespace) -> int:
+    try:
+        with arguments.config.open("w" if arguments.force else "x", encoding="utf-8") as file:
+            file.write(default_file())
+    except FileExistsError:
+        raise ConfigError(f"{arguments.config} exists; use --force to overwrite it") from None
+    except OSError as error:
+        raise ConfigError(f"{arguments.config} cannot be written: {error.strerror}") from error
+    print(f"wrote {arguments.config}; set cluster.name and the token files, then `serve --config {arguments.config}`")
+    return 0
+
+
+def _serve(arguments: argparse.Namespace) -> int:
+    config = load(arguments.config)
+    if arguments.check:
+        print(f"{arguments.config} is fine: cluster {config.cluster.name}, mode {config.policy.mode}")
+        return 0
+    from sdcwatch_remediation.server import serve
+
+    return serve(config)
+
+
+def _client(arguments: argparse.Namespace, scope: str) -> Client:
+    url, token_file = arguments.url, arguments.token_file
+    if not (url and token_file):
+        server = load(arguments.config).server
+        scheme = "https" if server.tls_cert_file else "http"
+        host = f"[{server.host}]" if ":" in server.host else server.host
+        url = url or f"{scheme}://{host}:{server.port}"
+        token_file = token_file or getattr(server, f"{scope}_token_file")
+    return Client(url, token_file, ca_file=arguments.ca_file)
+
+
+def _cases(arguments: argparse.Namespace) -> int:
+    answer = _client(arguments, "cases").get("/v1/cases")
+    if arguments.json:
+        return _print_json(answer)
+    table = Table("case", "state", "outcome", "node", "instance", "job", "opened", "reason")
+    for case in answer["cases"]:
+        opened = _when(case["opened_at"])
+        table.add_row(
+            *(case["id"], case["state"], case["outcome"], case["node_name"], case["instance_id"], case["job"]),
+            *(opened, case["reason"]),
+        )
+    Console().print(table)
+    return 0
+
+
+def _show(arguments: argparse.Namespace) -> int:
+    case = _client(arguments, "cases").get(f"/v1/cases/{_case_id(arguments)}")
+    if arguments.json:
+        return _print_json(case)
+    console = Console()
+    console.print(f"{case['id']}: {case['state']} {case['outcome']}", markup=False)
+    console.print(f"{case['node_name']} {case['instance_id']} {case['gpu_uuid']}, job {case['job']}", markup=False)
+    console.print(case["reason"], markup=False)
+    gates = Table("gate", "action", "passed", "reason", title="gates")
+    for gate in case["gates"]:
+        gates.add_row(gate["name"], gate["action"], "yes" if gate["passed"] else "NO", gate["reason"])
+    console.print(gates)
+    timeline = Table("time", "step", "detail", title="timeline")
+    for line in case["timeline"]:
+        timeline.add_row(_when(line["time"]), line["step"], json.dumps(line["detail"])[:300])
+    console.print(timeline)
+    if case["request"]:
+        console.print(f"request {case['request_sha256']}:", markup=False)
+        console.print_json(data=case["request"])
+    return 0
+
+
+def _approve(arguments: argparse.Namespace) -> int:
+    client = _client(arguments, "approve")
+    path = f"/v1/cases/{_case_id(arguments)}"
+    case = client.get(path)
+    print(json.dumps(case["request"], indent=2))
+    if not arguments.yes and input(f"{case['node_name']}: approve exactly this? [y/N] ").strip().lower() != "y":
+        print("not approved")
+        return 1
+    body = {"by": arguments.by, "reason": arguments.reason, "request_sha256": case["request_sha256"]}
+    return _done(arguments, client.post(f"{path}/approve", body))
+
+
+def _reject(arguments: argparse.Namespace) -> int:
+    path = f"/v1/cases/{_case_id(arguments)}/reject"
+    return _done(arguments, _client(arguments, "approve").post(path, _person(arguments)))
+
+
+def _pause(arguments: argparse.Namespace) -> int:
+    return _done(arguments, _client(arguments, "admin").post("/v1/pause", _person(arguments)))
+
+
+def _resume(arguments: argparse.Namespace) -> int:
+    return _done(arguments, _client(arguments, "admin").post("/v1/resume", _person(arguments)))
+
+
+def _person(arguments: argparse.Namespace) -> dict[str, str]:
+    return {"by": arguments.by, "reason": arguments.reason}
+
+
+def _case_id(arguments: argparse.Namespace) -> str:
+    case_id = str(arguments.case)
+    if not case_id.replace("-", "").isalnum() or not case_id.isascii():
+        raise ConfigError(f"{case_id!r} is not a case id; `cases` lists them")
+    return case_id
+
+
+def _done(arguments: argparse.Namespace, answer: dict[str, Any]) -> int:
+    if arguments.json:
+        return _print_json(answer)
+    print(f"{answer['id']} is {answer['state']}" if "id" in answer else f"paused: {answer['paused']}")
+    return 0
+
+
+def _print_json(answer: dict[str, Any]) -> int:
+    print(json.dumps(answer, indent=2, sort_keys=True))
+    return 0
+
+
+def _when(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, tz=timezone.utc).strftime("%Y-%m-%d %H:%M:%S")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,158 @@
+"""What the working side of the service holds (memory, provider, agents, clock), and how facts are gathered.
+
+What it does: reads inventory, proof, budgets and stops afresh and asks `policy` with them.
+What it never does: move a case or act.
+Its place: `casework` and `actions/*` receive one `Context` each round.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from sdcwatch_remediation.agents import AgentClient, latch_body
+from sdcwatch_remediation.cases import Case
+from sdcwatch_remediation.errors import RemediationError
+from sdcwatch_remediation.evidence import canonical_json
+from sdcwatch_remediation.ledger import Ledger
+from sdcwatch_remediation.policy import Decision, Facts, OtherCase, decide
+from sdcwatch_remediation.proof import ProvenEvent, judge
+from sdcwatch_remediation.records import Inventory, Member, Provider
+from sdcwatch_remediation.settings import Config
+from sdcwatch_remediation.store import Store
+from sdcwatch_remediation.telemetry import Telemetry
+
+BY = "sdcwatch-remediation"
+"""How the service names itself to agents."""
+
+_BEFORE_DECIDED = ("received", "proving", "unproven", "settling", "observed")
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """Everything a step may use."""
+
+    config: Config
+    store: Store
+    ledger: Ledger
+    provider: Provider
+    agents: AgentClient
+    telemetry: Telemetry
+    clock: Callable[[], float]
+
+    def inventory(self) -> Inventory | None:
+        """Read the live inventory, or return None when it cannot be read whole."""
+        try:
+            inventory = self.provider.inventory()
+        except RemediationError as error:
+            self.telemetry.count("sdc_remediation_provider_calls_total", "inventory", type(error).__name__)
+            return None
+        self.telemetry.count("sdc_remediation_provider_calls_total", "inventory", "ok")
+        return inventory if inventory.cluster == self.config.cluster.name else None
+
+    def stop(self) -> str:
+        """Return why nothing may be done now, read afresh; empty when nothing stops it."""
+        paused = self.ledger.paused()
+        if paused:
+            return f"paused by {paused['by']}: {paused['reason']}"
+        return kill_switch(self.config.kill_switch.file)
+
+    def proof(self, case: Case) -> tuple[tuple[ProvenEvent, ...], str]:
+        """Judge all kept copies of a case; events that an earlier case dealt with do not count again."""
+        proof = judge(self.store.copies(case.id), instance_id=case.instance_id, cluster=case.cluster)
+        handled = self.ledger.handled_until(case)
+        fresh = tuple(item for item in proof.events if item.event.time > handled)
+        if proof.events and not fresh:
+            return (), f"{proof.events[0].event.id} was dealt with by an earlier case"
+        return fresh, proof.reason
+
+    def decide(self, action: str, case: Case, inventory: Inventory | None) -> tuple[Decision, Facts]:
+        """Gather the facts about a case and ask the policy."""
+        events, reason = self.proof(case)
+        member = find(inventory, case.instance_id)
+        event = events[0].event if events else None
+        key = event_key(event.check, event.step) if event else ""
+        facts = Facts(
+            now=self.clock(),
+            cluster=case.cluster,
+            instance_id=case.instance_id,
+            node_name=case.node_name,
+            opened_at=case.opened_at,
+            events=events,
+            proof_reason=reason,
+            past=self.ledger.suspicions(case.cluster, case.instance_id),
+            members=inventory.members if inventory else None,
+            retired=self.ledger.retired(case.cluster, case.instance_id),
+            others=tuple(
+                OtherCase(other.id, other.job, bool(other.event_id), other.opened_at)
+                for other in self.store.cases(open_only=True)
+                if other.id != case.id
+                and other.cluster == case.cluster
+                and other.state not in ("suspected", "rejected")
+            ),
+            failed_again=event is not None and self.ledger.failed_again(case, key, event.job),
+            usage=self.ledger.usage(case.cluster, member.group if member else case.group_name, besides=case.id),
+            stop=self.stop(),
+            decided=case.state not in _BEFORE_DECIDED,
+        )
+        decision = decide(action, facts, self.config.policy)
+        self.telemetry.decided(decision)
+        return decision, facts
+
+    def mode(self, action: str, case: Case) -> str:
+        """Return the mode of an action in a case's group."""
+        return self.config.policy.mode_of(action, case.group_name)
+
+    def may_release(self, case: Case) -> bool:
+        """Whether the service may release latches: only where it may also quarantine."""
+        return self.mode("quarantine", case) in ("approve", "auto")
+
+    def request_of(self, case: Case, event_id: str, *actions: str) -> str:
+        """Return the exact requests of some actions as canonical JSON: what is approved, or would be done."""
+        request: dict[str, Any] = {"case": case.id, "event": event_id, "instance": case.instance_id}
+        if "quarantine" in actions:
+            body = latch_body(latch_id=event_id, decision="leave", instance_id=case.instance_id, case_id=case.id, by=BY)
+            request["quarantine"] = {"agent": case.instance_id, "path": "/latch/release", "body": body}
+        if "replace" in actions:
+            request["replace"] = self.provider.replace_request(case.instance_id)
+        return canonical_json(request)
+
+    def replaced_elsewhere(self, case: Case, inventory: Inventory | None) -> Member | None:
+        """Return the instance that runs in place of this case's although we asked for none."""
+        before = case.before_inventory()
+        if before is None or inventory is None:
+            return None
+        return self.provider.replacement_of(before, inventory, case.instance_id)
+
+
+def gates_json(*decisions: Decision) -> str:
+    """Return the gates of decisions as JSON, for the case."""
+    rows = [
+        {"action": d.action, **asdict(gate), "otherwise": gate.otherwise.value} for d in decisions for gate in d.gates
+    ]
+    return canonical_json(rows)
+
+
+def event_key(check: str, step: int) -> str:
+    """Return what must not fail again on new hardware."""
+    return f"{check} at step {step}"
+
+
+def find(inventory: Inventory | None, instance_id: str) -> Member | None:
+    """Return the member with an instance id, or None."""
+    members = inventory.members if inventory else ()
+    return next((member for member in members if member.instance_id == instance_id), None)
+
+
+def kill_switch(path: str) -> str:
+    """Return why the kill-switch file stops everything now, looked at afresh; empty when it does not."""
+    if not path:
+        return ""
+    try:
+        # A folder that is gone or closed says nothing about the file in it, so it stops too.
+        names = os.listdir(os.path.dirname(path) or ".")
+    except OSError as error:
+        return f"the kill switch cannot be looked at ({error.strerror}): treated as on"
+    return f"kill switch {path} is on; remove the file to go on" if os.path.basename(path) in names else ""

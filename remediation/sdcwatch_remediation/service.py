@@ -1,0 +1,167 @@
+"""Put the service together: database, provider, agents, worker, health, and what `/metrics` computes at each scrape.
+
+What it does: builds everything from one `Config`; `start` and `stop` the worker.
+What it never does: listen (`app` and `server` do).
+Its place: `cli serve` makes one; tests make one with a provider and a clock of their own.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+from sdcwatch_remediation.agents import AgentClient
+from sdcwatch_remediation.context import Context
+from sdcwatch_remediation.database import Database
+from sdcwatch_remediation.errors import ConfigError, StoreUnavailable
+from sdcwatch_remediation.ledger import Ledger
+from sdcwatch_remediation.records import Provider
+from sdcwatch_remediation.settings import ACTIONS, MODES, Config
+from sdcwatch_remediation.states import STATES
+from sdcwatch_remediation.store import AuditLine, Store
+from sdcwatch_remediation.telemetry import Telemetry
+from sdcwatch_remediation.tokens import Tokens
+from sdcwatch_remediation.worker import Worker
+
+PROVIDER_CACHE_SECONDS = 10.0
+"""How long one look at the provider serves `/readyz`."""
+
+
+class Service:
+    """One running service without its listener."""
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        provider: Provider | None = None,
+        clock: Callable[[], float] = time.time,
+        sink: Callable[[AuditLine], None] | None = None,
+    ) -> None:
+        """Open the database and everything else; nothing is asked of the outside yet.
+
+        Args:
+            config: a checked configuration.
+            provider: who owns the instances; built from the configuration by default.
+            clock: returns unix seconds.
+            sink: receives audit lines; by default each goes to stdout as one JSON line.
+
+        Raises:
+            ConfigError: a token file or the database does not fit.
+            StoreUnavailable: the database cannot be opened.
+        """
+        self.config = config
+        self.tokens = Tokens(config.server)
+        self.telemetry = Telemetry()
+        self.clock = clock
+        database = Database(config.database.url, busy_timeout_seconds=config.database.busy_timeout_seconds)
+        self.database = database
+        self.store = Store(database, config.policy, clock, sink or print_line)
+        self.ledger = Ledger(self.store)
+        self.agents = AgentClient(config.agents, clock)
+        self.provider = provider or make_provider(config)
+        self.context = Context(
+            config=config,
+            store=self.store,
+            ledger=self.ledger,
+            provider=self.provider,
+            agents=self.agents,
+            telemetry=self.telemetry,
+            clock=clock,
+        )
+        self.worker = Worker(self.context)
+        self.telemetry.watch(self._snapshot)
+        self._provider_lock = threading.Lock()
+        self._provider_seen = (-PROVIDER_CACHE_SECONDS, False)
+        if config.database.id not in ("", database.id):
+            reason = f"database id {database.id} is not the configured {config.database.id}"
+            self.ledger.pause(by="start-up", reason=reason)
+
+    def start(self) -> None:
+        """Start the worker."""
+        self.worker.start()
+
+    def close(self) -> None:
+        """Stop the worker and close everything."""
+        self.worker.stop()
+        self.agents.close()
+        self.database.close()
+
+    def ready(self) -> dict[str, Any]:
+        """Return what `/readyz` shows: each part, whether it works, and the database's id."""
+        try:
+            self.ledger.paused()
+            database = True
+        except StoreUnavailable:
+            database = False
+        patience = max(60.0, 10 * self.config.worker.poll_seconds)
+        worker = self.clock() - self.telemetry.last_round < patience
+        parts = {"database": database, "worker": worker, "provider": self._provider_answers()}
+        return {"ready": all(parts.values()), **parts, "database_id": self.database.id}
+
+    def _provider_answers(self) -> bool:
+        with self._provider_lock:
+            seen, answered = self._provider_seen
+            if time.monotonic() - seen > PROVIDER_CACHE_SECONDS:
+                answered = self.context.inventory() is not None
+                self._provider_seen = (time.monotonic(), answered)
+            return answered
+
+    def _snapshot(self) -> dict[str, dict[tuple[str, ...], float]]:
+        policy = self.config.policy
+        modes: dict[tuple[str, ...], float] = {
+            (action, mode): float(policy.mode_of(action, "") == mode) for action in ACTIONS for mode in MODES
+        }
+        try:
+            cases, closed = self.store.cases(open_only=True), self.store.outcomes()
+            usage = self.ledger.usage(self.config.cluster.name, "", besides="")
+            stopped = float(bool(self.context.stop()))
+        except StoreUnavailable:
+            # Gauges that cannot be computed are absent; readyz says why.
+            return {"sdc_remediation_mode": modes}
+        now = self.clock()
+        by_state = Counter(case.state for case in cases)
+        since: dict[str, float] = {}
+        for case in cases:
+            since[case.state] = max(since.get(case.state, 0.0), now - case.state_since)
+        states = [name for name, state in STATES.items() if state.kind != "terminal"]
+        return {
+            "sdc_remediation_cases": {(name,): float(by_state[name]) for name in states},
+            "sdc_remediation_closed_cases": {(name,): float(count) for name, count in closed.items()},
+            "sdc_remediation_state_seconds": {(name,): since.get(name, 0.0) for name in states},
+            "sdc_remediation_overdue_cases": {
+                (): float(sum(case.deadline is not None and now > case.deadline for case in cases))
+            },
+            "sdc_remediation_budget_left": {
+                ("concurrent",): float(max(0, policy.concurrent - usage.in_flight)),
+                ("per_day",): float(max(0, policy.per_day - usage.last_day)),
+            },
+            "sdc_remediation_stopped": {(): stopped},
+            "sdc_remediation_mode": modes,
+        }
+
+
+def make_provider(config: Config) -> Provider:
+    """Build the configured provider; boto3 is imported only here.
+
+    Raises:
+        ConfigError: the cluster's name cannot be one of the provider's.
+    """
+    from sdcwatch_remediation.actions.hyperpod import HyperPod
+
+    cluster = config.cluster
+    try:
+        return HyperPod(cluster.name, region=cluster.region, endpoint_url=cluster.endpoint_url or None)
+    except ValueError as error:
+        raise ConfigError(f"cluster.name: {error}") from error
+
+
+def print_line(line: AuditLine) -> None:
+    """Write one audit line to stdout as JSON."""
+    sys.stdout.write(json.dumps(line, sort_keys=True) + "\n")
+    sys.stdout.flush()

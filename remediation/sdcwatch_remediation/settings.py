@@ -1,0 +1,141 @@
+"""Every setting of the service: one frozen tree, with help text, unit and default beside each field.
+
+What it does: declares the sections of the TOML file.
+What it never does: read a file or the environment (`config` reads the file; nothing reads the environment).
+Its place: `config` fills it, everything else receives it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+MODES = ("observe", "recommend", "approve", "auto")
+"""What the service may do by itself, weakest first."""
+
+ACTIONS = ("quarantine", "replace")
+"""Outside actions that have a mode of their own; a node is quarantined before it is replaced."""
+
+
+def _setting(default: Any, help_text: str, *, choices: tuple[str, ...] = (), minimum: float | None = None) -> Any:
+    return field(default=default, metadata={"help": help_text, "choices": choices, "minimum": minimum})
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """Where the service listens and who may ask what."""
+
+    host: str = _setting("127.0.0.1", "Address to listen on. Beyond loopback, tls_* or behind_proxy is required.")
+    port: int = _setting(9099, "TCP port; 0 lets the system choose.", minimum=0)
+    tls_cert_file: str = _setting("", "PEM certificate chain; with tls_key_file it turns TLS on.")
+    tls_key_file: str = _setting("", "PEM private key.")
+    behind_proxy: bool = _setting(False, "True: something in front ends TLS, so a wider address without it is meant.")
+    alerts_token_file: str = _setting("", "Tokens Alertmanager uses, one a line, at most two at once. Required.")
+    cases_token_file: str = _setting("", "Tokens that may read cases. Empty: nobody reads cases with one.")
+    approve_token_file: str = _setting("", "Tokens that may approve and reject. Empty: nobody can.")
+    admin_token_file: str = _setting("", "Tokens that may pause and resume. Empty: nobody can.")
+    body_limit_bytes: int = _setting(1_048_576, "Largest accepted request body, in bytes.", minimum=1024)
+
+
+@dataclass(frozen=True, slots=True)
+class Database:
+    """Where the state lives."""
+
+    url: str = _setting("sqlite:///remediation.sqlite3", "SQLAlchemy URL; a relative SQLite path starts at this file.")
+    busy_timeout_seconds: float = _setting(5.0, "How long a write waits for a locked SQLite file.", minimum=0)
+    id: str = _setting("", "Database id this file belongs to (see `readyz`). Another one starts paused. Empty: any.")
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """The one cluster that this service looks after."""
+
+    name: str = _setting("", "Cluster name, as the training job reports it (SDCWATCH_CLUSTER). Required.")
+    provider: str = _setting("hyperpod", "Who owns the instances.", choices=("hyperpod",))
+    region: str = _setting("us-east-1", "AWS region.")
+    endpoint_url: str = _setting("", "Another endpoint for the provider's API: the simulator's. Empty: AWS itself.")
+
+
+@dataclass(frozen=True, slots=True)
+class Agents:
+    """How the node agents are asked for the proof."""
+
+    port: int = _setting(9464, "Port of every node agent.", minimum=1)
+    scheme: str = _setting("http", "http or https.", choices=("http", "https"))
+    events_token_file: str = _setting("", "First line: bearer token for GET /events. Required.")
+    latch_token_file: str = _setting("", "First line: bearer token for POST /latch/release. Required unless observe.")
+    timeout_seconds: float = _setting(5.0, "Longest wait for one answer of one agent.", minimum=0.05)
+    parallel: int = _setting(16, "How many agents are asked at the same time.", minimum=1)
+    answer_limit_bytes: int = _setting(16_777_216, "Largest answer that is read, in bytes.", minimum=1024)
+
+
+@dataclass(frozen=True, slots=True)
+class GroupModes:
+    """Modes of one instance group; empty means the default above it."""
+
+    quarantine: str = _setting("", "Mode of quarantine in this group.", choices=("", *MODES))
+    replace: str = _setting("", "Mode of replace in this group.", choices=("", *MODES))
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """What may be done, when, and how often."""
+
+    mode: str = _setting("observe", "observe, recommend, approve or auto, for every action.", choices=MODES)
+    quarantine: str = _setting("", "Mode of quarantine. Empty: `mode`.", choices=("", *MODES))
+    replace: str = _setting("", "Mode of replace; never above quarantine's. Empty: `mode`.", choices=("", *MODES))
+    confirm: str = _setting(
+        "persistent", "persistent: a repeated or lasting fault. first: one verdict.", choices=("persistent", "first")
+    )
+    groups: tuple[str, ...] = _setting((), "Instance groups that may be acted on. Empty: none.")
+    forbidden_groups: tuple[str, ...] = _setting(
+        ("controller", "controller-machine", "login", "login-group"), "Groups never acted on, whatever else is set."
+    )
+    settle_seconds: float = _setting(90.0, "Wait after the newest case of the cluster, in seconds.", minimum=0)
+    max_settle_seconds: float = _setting(600.0, "Longest wait in all, in seconds.", minimum=0)
+    concurrent: int = _setting(1, "Replacements under way at once.", minimum=0)
+    per_day: int = _setting(2, "Replacements in 24 hours.", minimum=0)
+    group_share: float = _setting(0.1, "Share of a group under replacement at once; one is always allowed.", minimum=0)
+    evidence_max_age_seconds: float = _setting(3600.0, "Older events prove nothing any more.", minimum=1)
+    suspected_days: float = _setting(30.0, "How long a first transient fault is remembered, in days.", minimum=0)
+    clock_doubt_seconds: float = _setting(120.0, "An instance launched later than this before its fault is not it.")
+    approval_seconds: float = _setting(14_400.0, "How long a case waits for a person.", minimum=1)
+    replacement_seconds: float = _setting(14_400.0, "How long a replacement may take (deep checks: hours).", minimum=1)
+    attempts: int = _setting(3, "Attempts after definite, retryable refusals.", minimum=1)
+    backoff_seconds: float = _setting(30.0, "Wait before the second attempt; doubled for each one after.", minimum=0)
+    group_modes: dict[str, GroupModes] = field(
+        default_factory=dict, metadata={"help": "[policy.group_modes.<group>] quarantine, replace: modes of one group."}
+    )
+
+    def mode_of(self, action: str, group: str) -> str:
+        """Return the mode of an action (`quarantine`, `replace`) for one instance group."""
+        special = self.group_modes.get(group)
+        chosen = getattr(special, action) if special else ""
+        return chosen or getattr(self, action) or self.mode
+
+
+@dataclass(frozen=True, slots=True)
+class KillSwitch:
+    """A stop outside the process."""
+
+    file: str = _setting("", "While this file exists, or cannot be looked at, nothing is done. Empty: no such file.")
+
+
+@dataclass(frozen=True, slots=True)
+class Worker:
+    """How the cases are moved."""
+
+    poll_seconds: float = _setting(5.0, "Pause between two rounds, in seconds.", minimum=0.01)
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """The whole configuration; section names are field names."""
+
+    server: Server = field(default_factory=Server)
+    database: Database = field(default_factory=Database)
+    cluster: Cluster = field(default_factory=Cluster)
+    agents: Agents = field(default_factory=Agents)
+    policy: Policy = field(default_factory=Policy)
+    kill_switch: KillSwitch = field(default_factory=KillSwitch)
+    worker: Worker = field(default_factory=Worker)

@@ -1,0 +1,373 @@
+"""Read and write cases: every change of state, every reservation, every line of the audit log.
+
+What it does: each public method is one transaction. A move compares the state it expects (so two processes cannot both
+make it), asks the transition table, and writes its audit line in the same transaction.
+What it never does: act on the outside world, or decide.
+Its place: between `app`/`casework`/`actions` and the database; audit lines also go to `sink` after their commit.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from sqlalchemy import Connection, func, insert, select, update
+from sqlalchemy.exc import IntegrityError
+
+from sdcwatch_remediation import schema
+from sdcwatch_remediation.cases import Case, from_row
+from sdcwatch_remediation.database import Database
+from sdcwatch_remediation.errors import Conflict, StoreUnavailable
+from sdcwatch_remediation.evidence import Copy, read_event
+from sdcwatch_remediation.settings import Policy
+from sdcwatch_remediation.signals import NoSignal, Signal
+from sdcwatch_remediation.states import INITIAL, STATES, allowed
+
+AuditLine = dict[str, Any]
+"""`time`, `case`, `step` and `detail`, as it goes to stdout."""
+
+GONE = ("replaced", "replaced_by_others")
+"""Outcomes after which the instance is gone: there is nothing to watch."""
+
+
+class Store:
+    """The service's memory; thread-safe."""
+
+    def __init__(
+        self,
+        database: Database,
+        policy: Policy,
+        clock: Callable[[], float],
+        sink: Callable[[AuditLine], None] = lambda line: None,
+    ) -> None:
+        """Use an open database.
+
+        Args:
+            database: where the rows are.
+            policy: for deadlines and windows.
+            clock: returns unix seconds.
+            sink: receives every audit line after its commit.
+        """
+        self.database = database
+        self.policy = policy
+        self.clock = clock
+        self._sink = sink
+
+    # Deliveries
+
+    def record_delivery(self, body: bytes, derived: Iterable[Signal | NoSignal]) -> list[dict[str, Any]]:
+        """Commit one raw delivery with what was derived from it; return one result per alert.
+
+        A signal opens a case, or joins the one that stands or has only just ended for the same instance.
+
+        Raises:
+            StoreUnavailable: nothing was kept; the sender must try again.
+        """
+        results: list[dict[str, Any]] = []
+        lines: list[AuditLine] = []
+        with self._one_winner(), self.database.write() as connection:
+            now = self.clock()
+            delivery = connection.execute(
+                insert(schema.deliveries).values(received_at=now, body=body)
+            ).inserted_primary_key
+            assert delivery is not None
+            for item in derived:
+                if isinstance(item, NoSignal):
+                    result, reason, case_id = item.result, item.reason, ""
+                else:
+                    result, reason, case_id = self._ring(connection, item, now, lines)
+                row = {"result": result, "reason": reason, "case_id": case_id}
+                connection.execute(
+                    insert(schema.signals).values(delivery_id=delivery[0], alert_index=item.index, **row)
+                )
+                results.append({"index": item.index, "result": result, "reason": reason, "case": case_id or None})
+        self.publish(lines)
+        return results
+
+    @contextmanager
+    def _one_winner(self) -> Iterator[None]:
+        try:
+            yield
+        except IntegrityError as error:
+            # Another process opened the same case between our look and our insert; the retry will join it.
+            raise StoreUnavailable("another process opened this case at the same time; send it again") from error
+
+    def _ring(self, connection: Connection, signal: Signal, now: float, lines: list[AuditLine]) -> tuple[str, str, str]:
+        key = (signal.cluster, signal.instance_id)
+        if is_retired(connection, *key):
+            return "rejected", f"{signal.instance_id} was already replaced", ""
+        table = schema.cases
+        # A case that ended a moment ago with an event is watched: the worker looks for newer events of its instance.
+        since = now - self.policy.evidence_max_age_seconds
+        standing = connection.execute(
+            select(table.c.id)
+            .where(table.c.cluster == key[0], table.c.instance_id == key[1])
+            .where(table.c.closed_at.is_(None) | ((table.c.closed_at > since) & (table.c.event_id != "")))
+            .order_by(table.c.opened_at.desc())
+            .limit(1)
+        ).scalar()
+        if standing is not None:
+            self.audit_in(connection, lines, standing, "signal_again", {"job": signal.job, "check": signal.check}, now)
+            return "joined", "a case of this instance stands or has just ended", standing
+        case_id = self._open(connection, signal, now)
+        detail = {"node": signal.node_name, "instance": signal.instance_id, "job": signal.job, "check": signal.check}
+        self.audit_in(connection, lines, case_id, "signal_received", detail, now)
+        return "accepted", "a case was opened; the proof is fetched next", case_id
+
+    def _open(self, connection: Connection, signal: Signal, now: float) -> str:
+        case_id = f"case-{secrets.token_hex(6)}"
+        seconds = STATES[INITIAL].seconds(self.policy)
+        assert seconds is not None
+        connection.execute(
+            insert(schema.cases).values(
+                id=case_id,
+                cluster=signal.cluster,
+                instance_id=signal.instance_id,
+                node_name=signal.node_name,
+                group_name="",
+                job=signal.job,
+                gpu_uuid=signal.gpu_uuid,
+                state=INITIAL,
+                outcome="",
+                reason="",
+                opened_at=now,
+                state_since=now,
+                deadline=now + seconds,
+                next_at=now,
+                event_id="",
+                event_time=0.0,
+                event_key="",
+                approved_by="",
+                approved_sha256="",
+                replacement="",
+                gates="",
+                request="",
+                before="",
+            )
+        )
+        return case_id
+
+    def reopen(self, case: Case, event_id: str, *, check: str) -> bool:
+        """Open a new case for an instance whose closed case is watched, because an agent reports a new event."""
+        signal = Signal(
+            index=0,
+            cluster=case.cluster,
+            instance_id=case.instance_id,
+            node_name=case.node_name,
+            job=case.job,
+            gpu_uuid=case.gpu_uuid,
+            rank=0,
+            check=check,
+        )
+        lines: list[AuditLine] = []
+        try:
+            with self.database.write() as connection:
+                now = self.clock()
+                case_id = self._open(connection, signal, now)
+                detail = {"node": case.node_name, "instance": case.instance_id, "event": event_id, "after": case.id}
+                self.audit_in(connection, lines, case_id, "signal_received", detail, now)
+        except IntegrityError:
+            return False
+        self.publish(lines)
+        return True
+
+    # Cases
+
+    def case(self, case_id: str) -> Case | None:
+        """Return one case."""
+        with self.database.read() as connection:
+            row = connection.execute(select(schema.cases).where(schema.cases.c.id == case_id)).mappings().first()
+        return from_row(row) if row else None
+
+    def cases(self, *, open_only: bool = False, limit: int = 1000) -> list[Case]:
+        """Return cases, newest first; open ones oldest first, so that they are worked in order."""
+        table = schema.cases
+        query = select(table)
+        if open_only:
+            query = query.where(table.c.closed_at.is_(None)).order_by(table.c.opened_at, table.c.id)
+        else:
+            query = query.order_by(table.c.opened_at.desc(), table.c.id).limit(limit)
+        with self.database.read() as connection:
+            return [from_row(row) for row in connection.execute(query).mappings()]
+
+    def outcomes(self) -> dict[str, int]:
+        """Count closed cases by outcome."""
+        table = schema.cases
+        query = select(table.c.outcome, func.count()).where(table.c.closed_at.is_not(None)).group_by(table.c.outcome)
+        with self.database.read() as connection:
+            return {str(outcome): int(count) for outcome, count in connection.execute(query)}
+
+    def watched(self) -> list[Case]:
+        """Return the newest closed case of each instance that may still report something new."""
+        table = schema.cases
+        since = self.clock() - self.policy.evidence_max_age_seconds
+        query = select(table).where(table.c.closed_at > since, table.c.event_id != "", table.c.outcome.not_in(GONE))
+        with self.database.read() as connection:
+            found = [from_row(row) for row in connection.execute(query.order_by(table.c.opened_at)).mappings()]
+        return list({(case.cluster, case.instance_id): case for case in found}.values())
+
+    def move(
+        self, case: Case, to: str, *, reason: str = "", detail: dict[str, Any] | None = None, **changes: Any
+    ) -> Case:
+        """Move a case to another state and write the audit line, in one transaction.
+
+        Args:
+            case: the case as last read; it must still be in that state.
+            to: the new state.
+            reason: one sentence.
+            detail: more for the audit line.
+            changes: other columns to set.
+
+        Raises:
+            Conflict: the table does not allow it, or the case has moved meanwhile.
+        """
+        lines: list[AuditLine] = []
+        with self.database.write() as connection:
+            moved = self.move_in(connection, lines, case, to, reason=reason, detail=detail, **changes)
+        self.publish(lines)
+        return moved
+
+    def move_in(
+        self,
+        connection: Connection,
+        lines: list[AuditLine],
+        case: Case,
+        to: str,
+        *,
+        reason: str = "",
+        detail: dict[str, Any] | None = None,
+        **changes: Any,
+    ) -> Case:
+        """Do what `move` does inside a transaction that is already open; its lines go to `lines`."""
+        if not allowed(case.state, to):
+            raise Conflict(f"{case.id} is {case.state} and cannot become {to}")
+        now = self.clock()
+        state = STATES[to]
+        seconds = state.seconds(self.policy)
+        values = {
+            "state": to,
+            "state_since": now,
+            "reason": reason,
+            "next_at": now,
+            "deadline": None if seconds is None else now + seconds,
+            **changes,
+        }
+        if state.kind == "terminal":
+            values["closed_at"] = now
+            values.setdefault("outcome", case.outcome or to)
+        table = schema.cases
+        changed = connection.execute(
+            update(table)
+            .where(table.c.id == case.id, table.c.state == case.state, table.c.closed_at.is_(None))
+            .values(**values)
+        )
+        if changed.rowcount != 1:
+            raise Conflict(f"{case.id} is not {case.state} any more")
+        self.audit_in(connection, lines, case.id, to, {"from": case.state, "reason": reason, **(detail or {})}, now)
+        row = connection.execute(select(table).where(table.c.id == case.id)).mappings().one()
+        return from_row(row)
+
+    def set(self, case: Case, *, step: str = "", detail: dict[str, Any] | None = None, **changes: Any) -> Case:
+        """Set columns of a case that stays in its state; with `step`, an audit line is written too."""
+        lines: list[AuditLine] = []
+        table = schema.cases
+        with self.database.write() as connection:
+            same = (table.c.id == case.id, table.c.state == case.state)
+            if changes and connection.execute(update(table).where(*same).values(**changes)).rowcount != 1:
+                raise Conflict(f"{case.id} is not {case.state} any more")
+            if step:
+                self.audit_in(connection, lines, case.id, step, detail or {}, self.clock())
+            row = connection.execute(select(table).where(table.c.id == case.id)).mappings().one()
+        self.publish(lines)
+        return from_row(row)
+
+    def timeline(self, case_id: str) -> list[AuditLine]:
+        """Return the audit lines of one case, oldest first."""
+        table = schema.audit
+        with self.database.read() as connection:
+            rows = connection.execute(select(table).where(table.c.case_id == case_id).order_by(table.c.id)).all()
+        return [{"time": row.at, "step": row.step, "detail": json.loads(row.detail)} for row in rows]
+
+    # Evidence
+
+    def keep_copies(self, case: Case, copies: Iterable[Copy]) -> int:
+        """Keep copies of events that are not kept yet; return how many are new."""
+        fresh = 0
+        with self.database.write() as connection:
+            table = schema.copies
+            query = select(table.c.event_id, table.c.sha256, table.c.agent_instance).where(table.c.case_id == case.id)
+            known = {tuple(row) for row in connection.execute(query)}
+            for copy in copies:
+                key = (copy.event.id, copy.event.sha256, copy.agent_instance)
+                if key in known:
+                    continue
+                known.add(key)
+                fresh += 1
+                connection.execute(
+                    insert(table).values(
+                        case_id=case.id,
+                        event_id=key[0],
+                        sha256=key[1],
+                        agent_instance=key[2],
+                        agent_node=copy.agent_node,
+                        address=copy.address,
+                        fetched_at=copy.fetched_at,
+                        line=copy.line,
+                    )
+                )
+        return fresh
+
+    def copies(self, case_id: str) -> list[Copy]:
+        """Return every copy kept for one case."""
+        table = schema.copies
+        with self.database.read() as connection:
+            rows = connection.execute(select(table).where(table.c.case_id == case_id).order_by(table.c.id)).all()
+        return [
+            Copy(
+                row.agent_instance,
+                row.agent_node,
+                row.address,
+                row.fetched_at,
+                read_event(json.loads(row.line)),
+                row.line,
+            )
+            for row in rows
+        ]
+
+    # Audit
+
+    def note(self, case_id: str, step: str, detail: dict[str, Any]) -> None:
+        """Write one audit line; `case_id` is empty for what concerns the whole service."""
+        lines: list[AuditLine] = []
+        with self.database.write() as connection:
+            self.audit_in(connection, lines, case_id, step, detail, self.clock())
+        self.publish(lines)
+
+    def audit_in(
+        self,
+        connection: Connection,
+        lines: list[AuditLine],
+        case_id: str,
+        step: str,
+        detail: dict[str, Any],
+        now: float,
+    ) -> None:
+        """Write one audit line inside a transaction that is already open; it is published after the commit."""
+        text = json.dumps(detail, sort_keys=True)
+        connection.execute(insert(schema.audit).values(at=now, case_id=case_id, step=step, detail=text))
+        lines.append({"time": now, "case": case_id, "step": step, "detail": detail})
+
+    def publish(self, lines: Iterable[AuditLine]) -> None:
+        """Hand committed audit lines to the sink."""
+        for line in lines:
+            self._sink(line)
+
+
+def is_retired(connection: Connection, cluster: str, instance_id: str) -> bool:
+    """Whether a tombstone says that an instance id was replaced before."""
+    table = schema.tombstones
+    query = select(func.count()).where(table.c.cluster == cluster, table.c.instance_id == instance_id)
+    return bool(connection.execute(query).scalar())

@@ -1,0 +1,147 @@
+"""Move every open case as far as it goes, round after round.
+
+What it does: in each round, for each open case: apply the deadline, take steps until there is nothing to do, and look
+whether watched instances report something new. One broken case never stops the others.
+What it never does: decide or act itself; `casework` and `actions/*` do.
+Its place: one thread of the service; `wake()` starts a round at once, for a delivery that has just been committed.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+
+from sdcwatch_remediation.actions.isolate import contain, quarantine
+from sdcwatch_remediation.actions.replace import prove_replacement, replace
+from sdcwatch_remediation.actions.resume import release
+from sdcwatch_remediation.cases import Case
+from sdcwatch_remediation.casework import observe, prove, receive, settle
+from sdcwatch_remediation.context import Context, find
+from sdcwatch_remediation.errors import Conflict, StoreUnavailable
+from sdcwatch_remediation.states import READ_BEFORE_DEADLINE, STATES
+
+log = logging.getLogger(__name__)
+
+Step = Callable[[Context, Case], Case | None]
+
+STEPS: dict[str, Step] = {
+    "received": receive,
+    "proving": prove,
+    "unproven": prove,
+    "settling": settle,
+    "observed": observe,
+    "recommended": observe,
+    "awaiting_approval": observe,
+    "containing": contain,
+    "quarantining": quarantine,
+    "replacing": replace,
+    "proving_replacement": prove_replacement,
+    "resuming": release,
+    "suspected": release,
+    "rejected": release,
+}
+"""What is done in each state; `frozen` waits for a person, terminal states for nobody."""
+
+# A case passes a dozen states at most, so more steps in one round mean a loop in the table.
+STEPS_A_ROUND = 20
+
+
+class Worker:
+    """The thread that moves cases."""
+
+    def __init__(self, context: Context) -> None:
+        """Use one context; `start` begins the rounds, or call `round` yourself."""
+        self.context = context
+        self._wake = threading.Event()
+        self._ending = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def round(self) -> None:
+        """Move every open case as far as it goes now.
+
+        Raises:
+            StoreUnavailable: the database could not be used; the next round goes on where this one ended.
+        """
+        for case in self.context.store.cases(open_only=True):
+            try:
+                self._advance(case)
+            except Conflict as error:
+                log.info("%s: %s", case.id, error)
+            except StoreUnavailable:
+                raise
+            except Exception:  # one broken case must not stop the others; it is counted and seen, and tried again
+                log.exception("%s: unexpected error in state %s", case.id, case.state)
+                self.context.telemetry.count("sdc_remediation_errors_total", "case")
+        self._watch()
+        self.context.telemetry.round_ended(self.context.clock())
+
+    def _advance(self, case: Case) -> None:
+        ctx = self.context
+        for _ in range(STEPS_A_ROUND):
+            now = ctx.clock()
+            state = STATES[case.state]
+            overdue = case.deadline is not None and now > case.deadline
+            step = STEPS.get(case.state)
+            if overdue and case.state not in READ_BEFORE_DEADLINE:
+                self._expire(case, state.overdue)
+                return
+            if step is None or (case.next_at > now and not overdue):
+                return
+            moved = step(ctx, case)
+            if moved is None:
+                if overdue:
+                    self._expire(case, state.overdue)
+                return
+            case = moved
+        raise RuntimeError(f"{case.id} took {STEPS_A_ROUND} steps in one round")
+
+    def _expire(self, case: Case, to: str) -> None:
+        reason = f"{case.state} for longer than it may be; last: {case.reason}"
+        self.context.store.move(case, to, reason=reason[:1000])
+
+    def _watch(self) -> None:
+        ctx = self.context
+        watched = ctx.store.watched()
+        inventory = ctx.inventory() if watched else None
+        for case in watched:
+            suspect = find(inventory, case.instance_id)
+            if inventory is None or suspect is None:
+                continue
+            peers = [
+                member
+                for member in inventory.members
+                if member.group == suspect.group and member.status == "Running" and member != suspect
+            ]
+            for answer in ctx.agents.events(peers, case.instance_id, case.event_time):
+                newer = [copy.event for copy in answer.copies if copy.event.time > case.event_time]
+                if newer and ctx.store.reopen(case, newer[-1].id, check=newer[-1].check):
+                    self.wake()
+                    break
+
+    def wake(self) -> None:
+        """Start the next round now."""
+        self._wake.set()
+
+    def start(self) -> None:
+        """Begin the rounds in a thread of their own."""
+        self._thread = threading.Thread(target=self._run, name="worker", daemon=True)
+        self._thread.start()
+
+    def stop(self, timeout_seconds: float = 10.0) -> None:
+        """End after the step that is under way; what it did is recorded before."""
+        self._ending.set()
+        self._wake.set()
+        if self._thread is not None:
+            self._thread.join(timeout_seconds)
+
+    def _run(self) -> None:
+        while not self._ending.is_set():
+            self._wake.clear()
+            try:
+                self.round()
+            except Exception as error:  # the loop outlives any error: a service without a worker would look alive
+                level = logging.WARNING if isinstance(error, StoreUnavailable) else logging.ERROR
+                log.log(level, "a round ended early: %s", error, exc_info=level == logging.ERROR)
+                self.context.telemetry.count("sdc_remediation_errors_total", "round")
+            self._wake.wait(self.context.config.worker.poll_seconds)
