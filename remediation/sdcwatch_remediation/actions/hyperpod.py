@@ -156,7 +156,7 @@ class HyperPod:
         Raises:
             InventoryUnreadable: A call failed, or the instances kept changing.
         """
-        about = self._read("describe_cluster")
+        about = self._read("describe_cluster", "InstanceGroups")
         listed, details = self._settled_listing()
         on_eks = "Eks" in about.get("Orchestrator", {})
         members = [_member(item, *details[item["InstanceId"]], on_eks=on_eks) for item in listed]
@@ -273,9 +273,9 @@ class HyperPod:
         token: str | None = None
         for page in range(1, PAGES_AT_MOST + 1):
             more = {} if token is None else {"NextToken": token}
-            answer = self._read("list_cluster_nodes", MaxResults=100, **more)
+            answer = self._read("list_cluster_nodes", "ClusterNodeSummaries", MaxResults=100, **more)
             # A node without an instance id is still being provisioned: there is nothing yet that could be named.
-            listed += [item for item in answer.get("ClusterNodeSummaries", []) if item.get("InstanceId")]
+            listed += [item for item in answer["ClusterNodeSummaries"] if item.get("InstanceId")]
             token = answer.get("NextToken")
             if not token:
                 return listed, page
@@ -299,16 +299,19 @@ class HyperPod:
 
     def _describe(self, instance_id: str) -> tuple[str, str] | None:
         try:
-            details = self._read("describe_cluster_node", NodeId=instance_id)["NodeDetails"]
+            details = self._read("describe_cluster_node", "NodeDetails", NodeId=instance_id)["NodeDetails"]
         except _NotThere:
             return None
         return details.get("PrivatePrimaryIp", ""), details.get("PrivateDnsHostname", "").partition(".")[0]
 
-    def _read(self, method: str, **arguments: Any) -> Any:
-        """Send one reading call; repeated once with new credentials when the old ones have expired."""
+    def _read(self, method: str, required: str, **arguments: Any) -> Any:
+        """Send one reading call; repeated once with new credentials when the old ones have expired.
+
+        An answer without the member `required` (a proxy's page, say) is no answer: an empty cluster would look like it.
+        """
         for attempt in (1, 2):
             try:
-                return getattr(self._get_client(), method)(ClusterName=self._cluster, **arguments)
+                answer = getattr(self._get_client(), method)(ClusterName=self._cluster, **arguments)
             except ClientError as error:
                 code = error.response["Error"].get("Code", "")
                 if code in EXPIRED:
@@ -320,6 +323,9 @@ class HyperPod:
                 raise InventoryUnreadable(f"{method} on {self._cluster}: {error}") from error
             except (BotoCoreError, ValueError) as error:
                 raise InventoryUnreadable(f"{method} on {self._cluster}: {error}") from error
+            if required not in answer:
+                raise InventoryUnreadable(f"{method} on {self._cluster}: an answer without {required}")
+            return answer
         raise AssertionError("both attempts return or raise")
 
     def _get_client(self) -> Any:

@@ -23,6 +23,8 @@ from sdcwatch_remediation.simulator.shapes import enum_values
 INSTANCE_ID = re.compile(r"i-[0-9a-f]{17}\Z")
 _Built = TypeVar("_Built")
 NAME = re.compile(r"[a-zA-Z0-9](-*[a-zA-Z0-9]){0,62}\Z")
+REGION = re.compile(r"[a-z]{2}(-[a-z]+)+-\d\Z")
+HOST = re.compile(r"ip(-\d{1,3}){4}\Z")
 ORCHESTRATORS = ("slurm", "eks")
 
 
@@ -85,9 +87,9 @@ class SimulatorConfig:
         Raises:
             SimulatorConfigError: With the field and what it may be.
         """
-        _want(NAME.match(self.cluster) is not None, f"cluster {self.cluster!r}: letters, digits and single dashes")
+        _want(_fits(NAME, self.cluster), f"cluster {self.cluster!r}: letters, digits and single dashes")
         _want(self.orchestrator in ORCHESTRATORS, f"orchestrator {self.orchestrator!r}: choose slurm or eks")
-        _want(re.fullmatch(r"[a-z]{2}(-[a-z]+)+-\d", self.region) is not None, f"region {self.region!r}: as us-west-2")
+        _want(_fits(REGION, self.region), f"region {self.region!r}: as us-west-2")
         _want(self.node_recovery in ("Automatic", "None"), "node_recovery: choose Automatic or None")
         for name in ("clock_factor", "shutdown_seconds", "provision_seconds", "boot_seconds", "deep_check_seconds"):
             value = getattr(self, name)
@@ -96,7 +98,7 @@ class SimulatorConfig:
         _want(len({g.name for g in self.groups}) == len(self.groups), "groups: every name only once")
         types = enum_values("ClusterInstanceType")
         for group in self.groups:
-            _want(NAME.match(group.name) is not None, f"group {group.name!r}: letters, digits and single dashes")
+            _want(_fits(NAME, group.name), f"group {group.name!r}: letters, digits and single dashes")
             _want(group.instance_type in types, f"instance_type {group.instance_type!r} is not one of SageMaker's")
             for node in group.nodes:
                 _check_node(node)
@@ -202,10 +204,10 @@ def _build(cls: type[_Built], values: dict[str, Any], what: str) -> _Built:
 def _check_node(node: NodeConfig) -> None:
     check_address(node.address)
     wrong_id = f"instance_id {node.instance_id!r}: i- and 17 hex digits"
-    _want(node.instance_id is None or INSTANCE_ID.match(node.instance_id) is not None, wrong_id)
+    _want(node.instance_id is None or _fits(INSTANCE_ID, node.instance_id), wrong_id)
     # The service model allows no other private DNS host names than these.
     wrong_host = f"host {node.host!r}: SageMaker knows only host names such as ip-10-0-0-7"
-    _want(node.host is None or re.fullmatch(r"ip(-\d{1,3}){4}", node.host) is not None, wrong_host)
+    _want(node.host is None or _fits(HOST, node.host), wrong_host)
     _want(_is_number(node.launched_seconds_ago), "launched_seconds_ago must be a number of seconds")
 
 
@@ -215,6 +217,10 @@ def check_address(address: Any) -> None:
         ipaddress.IPv4Address(address)
     except ValueError as error:
         raise SimulatorConfigError(f"address {address!r}: an IPv4 address such as 127.0.10.1 is needed") from error
+
+
+def _fits(pattern: re.Pattern[str], value: Any) -> bool:
+    return isinstance(value, str) and pattern.match(value) is not None
 
 
 def _is_number(value: Any) -> bool:

@@ -20,7 +20,7 @@ MENU: dict[str, str] = {
     "drop_before": "closes the connection without an answer; the call had no effect",
     "drop_after": "closes the connection without an answer; the call had its whole effect",
     "slow_answer": "the call has its effect, the answer comes `seconds` (real time) later",
-    "empty_answer": "answers 200 with an empty body; the call had its whole effect",
+    "empty_answer": "answers 200 with empty lists or an empty body; the call had its whole effect",
     "throttle": "answers 400 ThrottlingException; no effect",
     "expired_token": "answers 400 ExpiredTokenException; no effect",
     "access_denied": "answers 400 AccessDeniedException; no effect",

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 BODY_LIMIT = 1 << 20
 JSON_TYPE = "application/x-amz-json-1.1"
 _SIGNATURE = re.compile(
-    r"AWS4-HMAC-SHA256 Credential=[^/\s,]+/\d{8}/[a-z0-9-]+/sagemaker/aws4_request, ?"
+    r"AWS4-HMAC-SHA256 Credential=([^/\s,]+)/\d{8}/[a-z0-9-]+/sagemaker/aws4_request, ?"
     r"SignedHeaders=[a-z0-9;-]+, ?Signature=[0-9a-f]{64}\Z"
 )
 
@@ -97,8 +97,8 @@ class _Handler(BaseHTTPRequestHandler):
             self._admin("POST")
             return
         try:
-            operation, request = self._operation()
-            reply = self.server.simulator.call(operation, request)
+            operation, request, access_key_id = self._operation()
+            reply = self.server.simulator.call(operation, request, access_key_id=access_key_id)
         except ServiceError as error:
             self._send(error.status, {"__type": error.code, "message": str(error)}, JSON_TYPE)
             return
@@ -116,7 +116,7 @@ class _Handler(BaseHTTPRequestHandler):
     def log_message(self, format: str, *args: Any) -> None:
         """Keep quiet: the call log says more than an access log would."""
 
-    def _operation(self) -> tuple[str, Any]:
+    def _operation(self) -> tuple[str, Any, str]:
         body = self._body()
         if self.path != "/":
             raise ServiceError("UnknownOperationException", f"no such path {self.path[:80]}", 404)
@@ -132,7 +132,7 @@ class _Handler(BaseHTTPRequestHandler):
         if signed is None or "X-Amz-Date" not in self.headers:
             raise ServiceError("IncompleteSignatureException", "a SigV4 signature for sagemaker is needed", 403)
         try:
-            return operation, json.loads(body)
+            return operation, json.loads(body), signed[1]
         except ValueError as error:
             raise ServiceError("SerializationException", "the body is not JSON") from error
 

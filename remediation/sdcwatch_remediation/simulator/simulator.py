@@ -46,6 +46,8 @@ class Call:
     """The kind of fault that it met."""
     affected: tuple[str, ...]
     """Instance ids that it took effect on, whatever was answered."""
+    access_key_id: str
+    """Whose signature the call carried: the public part of the credentials."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,7 +241,7 @@ class Simulator:
                 "faults": self.faults.listing(),
             }
 
-    def call(self, operation: str, request: Any) -> Reply:
+    def call(self, operation: str, request: Any, *, access_key_id: str = "") -> Reply:
         """Carry out one call as SageMaker would, with whatever fault it meets, and log it."""
         with self._lock:
             now = self.settled()
@@ -260,6 +262,7 @@ class Simulator:
                     response=reply.body,
                     fault=None if fault is None else fault.kind,
                     affected=answer.affected,
+                    access_key_id=access_key_id,
                 )
             )
             self.settled()
@@ -280,7 +283,8 @@ class Simulator:
         if kind == "drop_after":
             return answer, Reply(None, {})
         if kind == "empty_answer":
-            return answer, Reply(200, {})
+            empty: dict[str, Any] = {"Successful": [], "Failed": []} if operation.startswith("Batch") else {}
+            return answer, Reply(200, empty)
         delay = fault.seconds if fault is not None and kind == "slow_answer" else 0.0
         return answer, Reply(200, answer.body, delay_seconds=delay)
 
