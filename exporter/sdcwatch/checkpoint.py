@@ -21,6 +21,7 @@ from typing import Any
 
 from sdcwatch import durable
 from sdcwatch.errors import CheckpointError, SpoolError
+from sdcwatch.latch import released_latches
 
 SCHEMA = 1
 MANIFEST_SUFFIX = ".manifest.json"
@@ -269,6 +270,15 @@ def last_clean(directory: Path | str, trust: str = "checked") -> CheckpointRecor
             with contextlib.suppress(CheckpointError):
                 return verify(record.path)
     return None
+
+
+def resume_point(directory: Path | str) -> CheckpointRecord | None:
+    """The checkpoint to resume from: as trusted as the newest released latch in this folder asks, else checked.
+
+    Its bytes have been compared with the manifest. Local, not collective; None means: start from the beginning.
+    """
+    released = released_latches(directory)
+    return last_clean(directory, released[-1].latch.trust_needed if released else "checked")
 
 
 def promote(

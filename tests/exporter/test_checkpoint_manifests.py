@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from sdcwatch import checkpoint
+from sdcwatch import latch as latches
 from sdcwatch.cli import main
 from sdcwatch.errors import CheckpointError
 
@@ -157,6 +158,22 @@ def test_newest_verified_survives_any_rotation(tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == 4
     with pytest.raises(ValueError, match="keep"):
         checkpoint.prune(tmp_path, keep=0)
+
+
+def test_resume_takes_the_trust_that_the_newest_released_latch_asks_for(tmp_path: Path) -> None:
+    """Checked is enough after a reduce-path halt or a plain crash; after a compute fault only verified is."""
+    for step in (5, 10, 15):
+        store(tmp_path, step)
+    checkpoint.promote(tmp_path, 10, 5, epoch="e1")
+    assert checkpoint.resume_point(tmp_path).step == 10  # type: ignore[union-attr]
+    for number, trust in enumerate(("checked", "verified")):
+        latch = latches.Latch(
+            f"sdc-{number}", "job", "e1", 16, "replay", "attributed", number, (), (), 5, trust, str(tmp_path), "s"
+        )
+        latches.write_latch([tmp_path], latch)
+        latches.release(tmp_path, latch.latch_id, by="a", reason="b")
+    assert checkpoint.resume_point(tmp_path).step == 5  # type: ignore[union-attr]
+    assert checkpoint.resume_point(tmp_path / "nothing") is None
 
 
 def test_command_lists_verifies_and_chooses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
