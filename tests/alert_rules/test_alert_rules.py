@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import re
+import shlex
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import promql_parser
 import pytest
 import yaml
+from sdcwatch.cli import COMMANDS
 
 HERE = Path(__file__).parent
 RULES = HERE.parents[1] / "alert_rules"
@@ -104,3 +107,16 @@ def test_a_runbook_has_its_five_sections_in_order(name: str) -> None:
     assert parts[1::2] == SECTIONS
     for section, body in zip(parts[1::2], parts[2::2], strict=True):
         assert len(body.split()) >= 8, f"{section} says nothing"
+
+
+def test_runbook_commands_exist_and_their_queries_parse() -> None:
+    """A command that was renamed, or a query with a slip, is found here and not at three in the morning."""
+    for path in sorted((RULES / "runbooks").glob("*.md")):
+        for command in re.findall(r"`([^`]+)`", path.read_text()):
+            words = shlex.split(command)
+            if words[0] == "sdcwatch":
+                assert words[1] in COMMANDS, f"{path.name}: {command}"
+            elif words[0] == "sdcwatch-remediation":
+                assert words[1] in {"cases", "show", "approve", "reject", "pause", "resume"}, f"{path.name}: {command}"
+            elif words[:2] == ["promtool", "query"]:
+                promql_parser.parse(words[4])
