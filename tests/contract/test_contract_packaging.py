@@ -16,6 +16,9 @@ from pathlib import Path
 import pytest
 from sdcwatch.cli import COMMANDS
 
+#: Two virtual environments and their packages: mostly the disk's time, which a busy machine stretches.
+pytestmark = pytest.mark.timeout(300)
+
 ROOT = Path(__file__).resolve().parents[2]
 WHEELHOUSE = ROOT / ".cache" / "wheelhouse"
 
@@ -116,8 +119,14 @@ def clean_environment(folder: Path, wheel: Path, blocked: tuple[str, ...]) -> Pa
     return folder / "bin"
 
 
+@pytest.fixture(scope="module")
+def wheels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Both wheels, built from this tree, by project folder."""
+    return {project: build_wheel(project, tmp_path_factory.mktemp(project)) for project in ("exporter", "remediation")}
+
+
 @pytest.fixture
-def wheelhouse(request: pytest.FixtureRequest) -> Path:
+def wheelhouse() -> Path:
     """The folder of wheels, or a skip that names it (a failure in CI)."""
     if not any(WHEELHOUSE.glob("*.whl")):
         message = f"{WHEELHOUSE.relative_to(ROOT)} is missing: run `make setup`"
@@ -134,11 +143,11 @@ def missing_imports(commands: Path, package: str) -> dict[str, str]:
 
 
 @pytest.mark.usefixtures("wheelhouse")
-def test_the_training_wheel_needs_neither_the_service_nor_torch_beyond_the_loop(tmp_path: Path) -> None:
+def test_the_training_wheel_needs_neither_the_service_nor_torch_beyond_the_loop(
+    tmp_path: Path, wheels: dict[str, Path]
+) -> None:
     """It installs, starts and imports without the service's packages; only the training loop's modules miss torch."""
-    commands = clean_environment(
-        tmp_path / "venv", build_wheel("exporter", tmp_path / "wheel"), TRAINING_SIDE_MUST_NOT_NAME
-    )
+    commands = clean_environment(tmp_path / "venv", wheels["exporter"], TRAINING_SIDE_MUST_NOT_NAME)
     assert "usage: sdcwatch" in run(commands / "sdcwatch", "--help", cwd=tmp_path)
     for command in COMMANDS:
         assert f"sdcwatch {command}" in run(commands / "sdcwatch", command, "--help", cwd=tmp_path)
@@ -152,11 +161,9 @@ def test_the_training_wheel_needs_neither_the_service_nor_torch_beyond_the_loop(
 
 
 @pytest.mark.usefixtures("wheelhouse")
-def test_the_service_wheel_needs_nothing_of_the_training_side(tmp_path: Path) -> None:
+def test_the_service_wheel_needs_nothing_of_the_training_side(tmp_path: Path, wheels: dict[str, Path]) -> None:
     """It installs, starts and imports every module of its own without torch and without sdcwatch."""
-    commands = clean_environment(
-        tmp_path / "venv", build_wheel("remediation", tmp_path / "wheel"), SERVICE_SIDE_MUST_NOT_NAME
-    )
+    commands = clean_environment(tmp_path / "venv", wheels["remediation"], SERVICE_SIDE_MUST_NOT_NAME)
     assert "usage: sdcwatch-remediation" in run(commands / "sdcwatch-remediation", "--help", cwd=tmp_path)
     missing = missing_imports(commands, "sdcwatch_remediation")
     assert len(missing) > 10
@@ -166,9 +173,11 @@ def test_the_service_wheel_needs_nothing_of_the_training_side(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(("project", "package"), [("exporter", "sdcwatch"), ("remediation", "sdcwatch_remediation")])
-def test_a_wheel_holds_its_package_its_licence_and_its_types(tmp_path: Path, project: str, package: str) -> None:
+def test_a_wheel_holds_its_package_its_licence_and_its_types(
+    wheels: dict[str, Path], project: str, package: str
+) -> None:
     """A wheel carries one top-level package, the licence text and the `py.typed` marker: no test or demo in it."""
-    names = zipfile.ZipFile(build_wheel(project, tmp_path)).namelist()
+    names = zipfile.ZipFile(wheels[project]).namelist()
     tops = {name.partition("/")[0] for name in names}
     assert {top for top in tops if not top.endswith(".dist-info")} == {package}
     assert f"{package}/py.typed" in names
