@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from hypothesis import HealthCheck, example, given, settings
@@ -73,3 +74,14 @@ def test_an_instance_is_replaced_at_most_once_and_the_outcome_never_lies(
             had_effect = calls[-1].affected == (ids[value],)
             assert outcome is not (Outcome.REFUSED if had_effect else Outcome.ACCEPTED)
     assert all(count == 1 for count in simulator.replacements().values())
+
+
+def test_calls_at_the_same_time_replace_once(world: tuple[Simulator, HyperPod]) -> None:
+    """Of eight calls for one instance at once exactly one is accepted, and the others are refused as in use."""
+    simulator, provider = world
+    simulator.reset()
+    victim = str(simulator.state()["nodes"][0]["instance_id"])
+    with ThreadPoolExecutor(8) as pool:
+        results = list(pool.map(provider.replace, [victim] * 8))
+    assert sorted(result.code for result in results) == [""] + ["InstanceIdInUse"] * 7
+    assert simulator.replacements() == {victim: 1}
