@@ -17,10 +17,8 @@ from sdcwatch.verdict import Group, History, Judgement, judge, plan_audit, tie_b
 #: Field -> rank -> fault. On a digest the fault is XORed into the healthy value; any other field takes it as its value.
 Faults = Mapping[str, Mapping[int, Any]]
 
-_DIGESTS = frozenset(
-    "reduced gradient_begin weights_begin weights_end weights_now state_begin state_end original self_digest "
-    "served_digest tie_digest batch_received".split()
-)
+_DIGESTS = {f"{name}_{moment}" for name in ("weights", "state") for moment in ("begin", "end", "now")}
+_DIGESTS |= {"reduced", "gradient_begin", "original", "self_digest", "batch_received"}
 _WEIGHTS = ("weights_begin", "weights_end", "weights_now")
 
 

@@ -128,18 +128,21 @@ def judge_norms(group: Group, columns: Columns) -> NormHint:
 
     Norms are not compared across different environments: other kernels give other rounding by design.
     """
+    flags = columns.integers("local_nonfinite")
+    origin = tuple([rank for rank, flag in enumerate(flags) if flag == 1]) if 1 in flags else ()
+    hint = origin if 2 * len(origin) < group.size else ()
     norms = [row.local_norm for row in columns.rows]
-    origin = tuple([rank for rank, row in enumerate(columns.rows) if row.local_nonfinite == 1])
-    everywhere = 2 * len(origin) >= group.size
-    hint = () if everywhere else origin
     if None in norms or columns.labels("environment"):
         return NormHint("skipped:disabled", (), hint)
-    finite = [n for n in norms if n is not None and math.isfinite(n)]
+    known = [n for n in norms if n is not None]
+    finite = list(filter(math.isfinite, known))
     if not finite:
         return NormHint(UNDEFINED, (math.inf,) * group.size, hint)
     center = median(finite)
     mad = _MAD_SCALE * median([abs(n - center) for n in finite])
     scale = max(mad, _RELATIVE_FLOOR * abs(center), _ABSOLUTE_FLOOR)
-    deviations = tuple([abs(n - center) / scale if n is not None and math.isfinite(n) else math.inf for n in norms])
+    deviations = tuple([abs(n - center) / scale for n in known])
+    if len(finite) < group.size:
+        deviations = tuple([d if math.isfinite(d) else math.inf for d in deviations])
     clean = len(finite) == group.size and not origin
     return NormHint(CLEAN if clean else UNDEFINED, deviations, hint)

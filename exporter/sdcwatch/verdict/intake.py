@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import attrgetter
+from typing import cast
 
 from sdcwatch.observation import AuditRow, Row, RowError
 from sdcwatch.verdict.group import Group
@@ -37,9 +38,9 @@ def receive(history: History, group: Group, step: int, rows: Sequence[Row | RowE
     """Checks the rows of one exchange; index = slot."""
     if len(rows) != group.size:
         return Intake((), step, faults=tuple(range(group.size)))
+    if set(map(type, rows)) == {Row} and _all_in_order(group, rows, step):
+        return Intake(cast("tuple[Row, ...]", tuple(rows)), step)
     good = [row for row in rows if isinstance(row, Row)]
-    if len(good) == group.size and _all_in_order(group, good, step):
-        return Intake(tuple(good), step)
     step = _group_step(good, step)
     faults = [slot for slot, row in enumerate(rows) if _is_fault(history, group, step, slot, row)]
     if faults:
@@ -48,12 +49,13 @@ def receive(history: History, group: Group, step: int, rows: Sequence[Row | RowE
     return Intake((), step, void=void) if void else Intake(tuple(good), step)
 
 
-def _all_in_order(group: Group, rows: Sequence[Row], step: int) -> bool:
+def _all_in_order(group: Group, rows: Sequence[Row | RowError | None], step: int) -> bool:
     return (
         list(map(attrgetter("rank"), rows)) == list(range(group.size))
         and tuple(map(attrgetter("instance"), rows)) == group.instances
-        and set(map(attrgetter("epoch", "step", "error"), rows))
-        in ({(group.epoch, step, 0)}, {(group.epoch, step, None)})
+        and set(map(attrgetter("epoch"), rows)) == {group.epoch}
+        and set(map(attrgetter("step"), rows)) == {step}
+        and set(map(attrgetter("error"), rows)) <= {0, None}
     )
 
 

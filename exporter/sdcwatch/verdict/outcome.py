@@ -35,6 +35,8 @@ class Outcome:
 
 def still_apart(events: Iterable[Verdict], part: Partition, group: Group) -> tuple[Verdict, ...]:
     """The events whose difference lasts: one of their ranks is still outside the majority (or none is a majority)."""
+    if not part:
+        return ()
     apart = set(outside(part, group))
     return tuple(event for event in events if apart.intersection(event.differing))
 

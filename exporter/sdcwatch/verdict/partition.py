@@ -60,6 +60,8 @@ def majority(part: Partition, group: Group) -> tuple[int, ...] | None:
 
 def outside(part: Partition, group: Group) -> tuple[int, ...]:
     """Ranks outside the majority; all ranks where none is; nobody when all agree."""
+    if not part:
+        return ()
     inside = majority(part, group)
     if inside is None:
         return tuple(range(group.size))

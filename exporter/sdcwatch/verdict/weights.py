@@ -50,7 +50,7 @@ class _Stage:
     after: Partition
     first: bool  # the part of the state that splits was never seen equal in this epoch
     path: str
-    versions: Partition | None  # by how far version counters moved since the moment before
+    version_fields: tuple[str, str]  # version counters at the moment before and at this one; "" is the last row's
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,10 +78,11 @@ def judge_weights(history: History, group: Group, step: int, columns: Columns, g
     ran = not columns.absent("weights_now") or (fresh and not columns.absent("weights_end"))
     events = history.opened(WEIGHT_CHECKSUM)
     new: list[Verdict] = []
-    equal_throughout, part = True, UNIFORM
+    equal_throughout, part = not _configuration(columns), UNIFORM
     for stage in _stages(run):
         part = stage.after
-        equal_throughout = equal_throughout and not part
+        # As the row begins, `part` still holds what the previous row left; only what this row measured counts here.
+        equal_throughout = equal_throughout and (stage.name == _CONFIG or not part)
         if splits(stage.before, part):
             new.append(_verdict(run, stage, gradient_differs))
         events = still_apart(events, part, group)
@@ -103,15 +104,12 @@ def _stages(run: _Run) -> Iterator[_Stage]:
     config = _configuration(columns)
     before = product(history.config or UNIFORM, weights, state)
     after = product(config, weights, state)
-    yield _Stage(_CONFIG, before, after, history.config is None, CODE, None)
-    moves: list[tuple[str, str, str | None, Partition | None]] = []
+    yield _Stage(_CONFIG, before, after, history.config is None, CODE, ("", ""))
+    moves: list[tuple[str, str, str | None, tuple[str, str]]] = []
     if run.fresh:
-        begun = columns.increments(history.versions_now, "versions_begin")
-        moves.append((_BEGIN, "weights_begin", "state_begin", begun))
-        stepped = columns.increments(columns.integers("versions_begin"), "versions_end")
-        moves.append((_END, "weights_end", "state_end", stepped))
-    idle_since = columns.integers("versions_end") if run.fresh else history.versions_now
-    moves.append((_NOW, "weights_now", None, columns.increments(idle_since, "versions_now")))
+        moves.append((_BEGIN, "weights_begin", "state_begin", ("", "versions_begin")))
+        moves.append((_END, "weights_end", "state_end", ("versions_begin", "versions_end")))
+    moves.append((_NOW, "weights_now", None, ("versions_end" if run.fresh else "", "versions_now")))
     for name, weight_field, state_field, versions in moves:
         old_weights, old_state, before = weights, state, after
         first = False
@@ -153,7 +151,7 @@ def _verdict(run: _Run, stage: _Stage, gradient_differs: bool) -> Verdict:
     signs = run.signs
     if stage.first and stage.name != _CONFIG:
         signs = (*signs, "first_check")
-    if stage.versions:
+    if _code_wrote(run, stage):
         signs = (*signs, "versions")
     differing = outside(stage.after, run.group)
     base = Verdict(
@@ -186,6 +184,14 @@ def _verdict(run: _Run, stage: _Stage, gradient_differs: bool) -> Verdict:
         f"weights as {others(run.group, differing)}."
     )
     return replace(base, kind=ATTRIBUTED, suspects=suspects, path=OPTIMIZER_COMPUTE, contains=True, sentence=sentence)
+
+
+def _code_wrote(run: _Run, stage: _Stage) -> bool:
+    """Whether the version counters moved differently on different ranks between the moment before and this one."""
+    begin, end = stage.version_fields
+    if not end:
+        return False
+    return bool(run.columns.increments(run.columns.integers(begin) if begin else run.history.versions_now, end))
 
 
 def _at_rest(run: _Run, stage: _Stage, base: Verdict) -> Verdict:
