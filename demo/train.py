@@ -54,6 +54,7 @@ def main() -> None:
     parser.add_argument("--pace", type=float, default=0.0, help="least seconds a step takes, so that one can watch")
     arguments = parser.parse_args()
 
+    arguments.checkpoints.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)
     torch.manual_seed(7)
     dist.init_process_group("gloo")
@@ -84,7 +85,7 @@ def main() -> None:
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-        log.end(step, float(loss))
+        log.end(step, loss.item())
         if step % arguments.save_every == 0:
             monitor.checkpoint(arguments.checkpoints / f"step-{step:06d}.pt", saver(model, optimizer, step))
         time.sleep(max(0.0, arguments.pace - (time.monotonic() - began)))
