@@ -102,11 +102,12 @@ def draw(document: Mapping[str, Any], data: Mapping[str, list[Line]], path: Path
     from matplotlib.figure import Figure
 
     rows = max(panel["gridPos"]["y"] + panel["gridPos"]["h"] for panel in document["panels"])
-    figure = Figure(figsize=(18, rows * 0.42), layout="constrained")
-    grid = figure.add_gridspec(rows, 24)
+    figure = Figure(figsize=(18, rows * 0.36))
     for panel in document["panels"]:
         place = panel["gridPos"]
-        axes = figure.add_subplot(grid[place["y"] : place["y"] + place["h"], place["x"] : place["x"] + place["w"]])
+        # Fractions of the figure: the grid counts from the top, matplotlib from the bottom; margins hold the labels.
+        left, bottom = (place["x"] + 1.2) / 24, 1 - (place["y"] + place["h"] - 1.2) / rows
+        axes = figure.add_axes((left, bottom, (place["w"] - 1.6) / 24, (place["h"] - 2.4) / rows))
         axes.set_title(panel["title"], fontsize=9, loc="left")
         axes.tick_params(labelsize=7)
         _draw_panel(axes, panel, data[panel["title"]], start)
@@ -116,6 +117,8 @@ def draw(document: Mapping[str, Any], data: Mapping[str, list[Line]], path: Path
 def _draw_panel(axes: Any, panel: Mapping[str, Any], found: Sequence[Line], start: float) -> None:
     if not found:
         axes.text(0.5, 0.5, "no data", ha="center", va="center", transform=axes.transAxes, color="grey")
+        axes.set_xticks([])
+        axes.set_yticks([])
         return
     defaults = panel["fieldConfig"]["defaults"]
     if panel["type"] == "stat":
