@@ -101,4 +101,5 @@ TEXT
     fi
     exit 1
 fi
+.venv/bin/python setup/alertmanager_anywhere.py "$BIN/alertmanager"
 say "monitoring programs are ready: prometheus $(version_of "$BIN/prometheus"), alertmanager $(version_of "$BIN/alertmanager")"
