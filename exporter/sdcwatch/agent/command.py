@@ -85,6 +85,7 @@ def main(arguments: argparse.Namespace) -> int:
     tally = Tally()
     try:
         with contextlib.ExitStack() as opened:
+            asked = opened.enter_context(_stop_signals())
             root = prepare_user_root(settings.spool_dir)
             opened.callback(AgentLock(root).release)
             server = _bind(address, tally, context)
@@ -101,7 +102,7 @@ def main(arguments: argparse.Namespace) -> int:
             scheme = "http" if context is None else "https"
             where = f"{scheme}://{address[0]}:{port}/metrics"
             print(f"sdcwatch agent: {where} serves node {node.node}, spool {root}", flush=True)
-            _serve(server, _Housekeeping(arguments, root, node, collector, tally))
+            _serve(server, _Housekeeping(arguments, root, node, collector, tally), asked)
     except SpoolError as error:
         print(f"sdcwatch agent: {error}", file=sys.stderr)
         return 1
@@ -200,17 +201,16 @@ class _Housekeeping:
             print(f"sdcwatch agent: cannot write {path}: {error}", file=sys.stderr, flush=True)
 
 
-def _serve(server: AgentServer, housekeeping: _Housekeeping) -> None:
-    with _stop_signals() as asked:
-        thread = threading.Thread(target=server.serve_forever, name="accept", daemon=True)
-        thread.start()
-        try:
-            while not housekeeping.is_over():
-                if select.select([asked], [], [], _TICK_SECONDS)[0]:
-                    break
-        finally:
-            server.shutdown()
-            thread.join()
+def _serve(server: AgentServer, housekeeping: _Housekeeping, asked: int) -> None:
+    thread = threading.Thread(target=server.serve_forever, name="accept", daemon=True)
+    thread.start()
+    try:
+        while not housekeeping.is_over():
+            if select.select([asked], [], [], _TICK_SECONDS)[0]:
+                break
+    finally:
+        server.shutdown()
+        thread.join()
 
 
 @contextlib.contextmanager

@@ -92,7 +92,7 @@ class AgentHandler(BaseHTTPRequestHandler):
         routes = self.routes
         if not self._admitted(routes.events_token, "--events-token-file"):
             return
-        asked = parse_qs(query)
+        asked = parse_qs(query, keep_blank_values=True)
         try:
             since = float(asked.get("since", ["0"])[-1])
             if not math.isfinite(since):
