@@ -116,6 +116,13 @@ def test_a_positive_sign_makes_a_difference_software(field: str, value: float) -
     assert (verdict.kind, verdict.suspects, verdict.contains, verdict.path) == ("software", (), False, "code")
 
 
+def test_a_sign_that_only_the_previous_row_showed_counts_as_well() -> None:
+    """One rank's learning rate differed as its optimizer stepped and was set back before the next row."""
+    group = run(1, 1, 1, 1)
+    assert group.step({"hyperparameters": {2: 5}}).verdicts == ()
+    assert only(group.step(optimizer_fault(2))).kind == "software"
+
+
 @pytest.mark.parametrize(("field", "word"), [("loss_scale", "loss scale"), ("schema", "parameter names")])
 def test_configuration_is_said_before_the_state_differs(field: str, word: str) -> None:
     """Loss scale and schema are compared values of their own, and the sentence says which differs."""

@@ -43,6 +43,7 @@ class History:
         gradient: partition of the reduced gradient at its newest run; None before the first.
         weights: partition of the parameters where last seen; None before the first.
         state: partition of the optimizer state where last seen; None before the first.
+        signs: signs of software in the newest exchange; the optimizer step that followed ran under them.
         versions_now: version counters at the newest exchange, a rank.
         optimizer_step_of: step of the newest optimizer step already judged.
         gradient_clean_since: gradient_checksum ran and was clean at every step from this one on; None: not so.
@@ -60,6 +61,7 @@ class History:
     gradient: Partition | None = None
     weights: Partition | None = None
     state: Partition | None = None
+    signs: tuple[str, ...] = ()
     versions_now: tuple[int | None, ...] = ()
     optimizer_step_of: int | None = None
     gradient_clean_since: int | None = None

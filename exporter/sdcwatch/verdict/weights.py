@@ -74,7 +74,10 @@ def judge_weights(history: History, group: Group, step: int, columns: Columns, g
     fresh = bool(columns.labels("optimizer_step_of")) or (
         columns.rows[0].optimizer_step_of is not None and columns.rows[0].optimizer_step_of != history.optimizer_step_of
     )
-    run = _Run(history, group, step, columns, of_weights(columns), fresh)
+    signs = of_weights(columns)
+    # What differed as the last row was taken (a learning rate, say) is what the optimizer step in between ran under.
+    seen_before = tuple(sign for sign in history.signs if sign not in signs)
+    run = _Run(history, group, step, columns, signs + seen_before, fresh)
     ran = not columns.absent("weights_now") or (fresh and not columns.absent("weights_end"))
     events = history.opened(WEIGHT_CHECKSUM)
     new: list[Verdict] = []
@@ -88,7 +91,7 @@ def judge_weights(history: History, group: Group, step: int, columns: Columns, g
         events = still_apart(events, part, group)
     lasts = lasting(events, step)
     still = still_apart(new, part, group)
-    after = _remember(run, equal_throughout and ran).with_open(WEIGHT_CHECKSUM, lasts + still)
+    after = replace(_remember(run, equal_throughout and ran), signs=signs).with_open(WEIGHT_CHECKSUM, lasts + still)
     result = (CLEAN if equal_throughout else DIFFERS) if ran or not equal_throughout else "skipped:disabled"
     return Outcome(result, (*lasts, *new), after, part if ran else None)
 
