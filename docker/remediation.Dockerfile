@@ -1,0 +1,9 @@
+# The service side: sdcwatch-remediation with its HyperPod simulator. No torch in here.
+# Build from the repository's root: docker build -f docker/remediation.Dockerfile .
+FROM python:3.11.11-slim-bookworm
+
+COPY remediation /src/remediation
+RUN pip install --no-cache-dir /src/remediation
+
+USER 65534:65534
+WORKDIR /state
