@@ -4,10 +4,11 @@ CPU tensors are hashed in place by xxh3 (64 bits, about the speed of memory). On
 64-bit words, each multiplied by an odd pseudo-random weight of its position and mixed; both ends of a comparison
 always run on the same kind of device (the environment digest says so), so the two forms never meet. Two different
 contents collide with probability 2^-64 (xxh3, not against an adversary), and 2^-63 for the device form when one word
-differs.
+differs. Each tensor's length is hashed before its bytes, so a byte never counts for its neighbour in the sequence.
 
 Never copies a contiguous tensor, never compares floats (NaN bits and signed zeros count), never raises for odd dtypes:
-sparse and meta tensors are skipped and the caller counts their bytes as uncovered.
+tensors without a run of bytes (sparse, meta, wrapper subclasses, freed storage) are skipped and the caller counts
+their bytes as uncovered.
 """
 
 from __future__ import annotations
@@ -26,8 +27,13 @@ _MASK = (1 << 64) - 1
 
 
 def can_fingerprint(tensor: torch.Tensor) -> bool:
-    """True for tensors whose value is a run of bytes (not sparse, not meta)."""
-    return tensor.layout is torch.strided and tensor.device.type != "meta"
+    """True for tensors whose value is a run of bytes: not sparse, meta, nested, wrapping others, or freed."""
+    if tensor.layout is not torch.strided or tensor.device.type == "meta" or tensor.is_nested:
+        return False
+    try:
+        return not tensor.numel() or tensor.data_ptr() != 0
+    except RuntimeError:  # some subclasses refuse to say where their data is
+        return False
 
 
 def fingerprint(tensors: Iterable[torch.Tensor | None]) -> int:
@@ -49,7 +55,7 @@ def fingerprint(tensors: Iterable[torch.Tensor | None]) -> int:
         elif tensor.device.type == "cpu":
             _update(hasher, tensor)
         else:
-            hasher.update(b"\x00device")
+            hasher.update(b"\x00device" + _size(tensor).to_bytes(8, "little"))
             pending.append(device_digest(tensor))
     if pending:
         for value in torch.stack(pending).tolist():
@@ -71,9 +77,14 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().resolve_conj().resolve_neg().contiguous()
 
 
+def _size(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
 def _update(hasher: xxhash.xxh3_64, tensor: torch.Tensor) -> None:
     value = _plain(tensor)
-    size = value.numel() * value.element_size()
+    size = _size(value)
+    hasher.update(size.to_bytes(8, "little"))
     if size:
         # numpy is no dependency, so the memory is named through ctypes; `value` keeps it alive meanwhile.
         hasher.update((ctypes.c_ubyte * size).from_address(value.data_ptr()))
@@ -87,10 +98,10 @@ def device_digest(tensor: torch.Tensor) -> torch.Tensor:
         return total
     raw = value.view(torch.uint8)
     whole = raw.numel() // 8
-    # Slices of a torch allocation keep its 64-byte alignment only from its start; a view that begins elsewhere is
-    # copied.
+    # A view that begins between two words, or memory that came from outside torch, is copied to where words may stand.
     head = raw[: whole * 8]
-    words = (head if head.storage_offset() % 8 == 0 else head.clone()).view(torch.int64)
+    aligned = head.storage_offset() % 8 == 0 and head.data_ptr() % 8 == 0
+    words = (head if aligned else head.clone()).view(torch.int64)
     for start in range(0, whole, _CHUNK):
         total += _mixed_sum(words[start : start + _CHUNK], start)
     tail = raw[whole * 8 :]

@@ -1,0 +1,282 @@
+"""Fingerprints: equal content gives equal numbers whatever the layout, and any other content another number."""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sdcwatch.fingerprint import can_fingerprint, combine, device_digest, digest_bytes, fingerprint
+
+DTYPES = [
+    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.int8,
+    torch.uint8, torch.int16, torch.int32, torch.int64, torch.bool, torch.complex64, torch.complex128,
+]  # fmt: skip
+
+
+def host(tensor: torch.Tensor) -> int:
+    return fingerprint([tensor])
+
+
+def device(tensor: torch.Tensor) -> int:
+    return int(device_digest(tensor))
+
+
+FORMS = pytest.mark.parametrize("form", [host, device])
+Form = Callable[[torch.Tensor], int]
+
+
+def content(dtype: torch.dtype, *shape: int, seed: int = 0) -> torch.Tensor:
+    """Any bit patterns that the dtype allows, NaN among them."""
+    generator = torch.Generator().manual_seed(seed)
+    if dtype is torch.bool:
+        return torch.randint(2, shape, generator=generator).bool()
+    size = torch.empty((), dtype=dtype).element_size()
+    raw = torch.randint(256, (math.prod(shape) * size,), dtype=torch.uint8, generator=generator)
+    return raw.view(dtype).view(shape)
+
+
+def layouts(value: torch.Tensor) -> list[torch.Tensor]:
+    """The same 4-d content in other strides and at other places of a storage, odd ones included."""
+    found = [
+        value.permute(3, 1, 0, 2).contiguous().permute(2, 1, 3, 0),
+        value.to(memory_format=torch.channels_last),
+        value.flip(0).flip(0),
+    ]
+    for offset in (1, 3, 5, 8):
+        space = torch.zeros(value.numel() + offset + 2, dtype=value.dtype)
+        found.append(space[offset : offset + value.numel()].view(value.shape).copy_(value))
+    return found
+
+
+@FORMS
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_equal_content_is_equal_whatever_stride_and_offset(form: Form, dtype: torch.dtype) -> None:
+    """channels_last, permuted, sliced, and every dtype (field case 9)."""
+    value = content(dtype, 2, 3, 4, 5)
+    for other in layouts(value):
+        assert form(other) == form(value)
+
+
+@FORMS
+def test_memory_from_elsewhere_needs_no_alignment(form: Form) -> None:
+    """A tensor over a buffer that begins between two words."""
+    raw = bytearray(content(torch.uint8, 65).tolist())
+    value = torch.frombuffer(raw, dtype=torch.uint8, offset=1)
+    assert form(value) == form(value.clone())
+
+
+@FORMS
+def test_views_that_only_promise_content_are_resolved(form: Form) -> None:
+    """Expanded, conjugated and negated views equal their written-out content."""
+    row = content(torch.float32, 1, 7)
+    assert form(row.expand(5, 7)) == form(row.repeat(5, 1))
+    value = torch.complex(torch.randn(9), torch.randn(9))
+    assert form(value.conj()) == form(value.conj().resolve_conj()) != form(value)
+    negated = value.conj().imag
+    assert negated.is_neg()
+    assert form(negated) == form(-value.imag) != form(value.imag)
+
+
+@FORMS
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_scalars_and_empty_tensors_are_content_too(form: Form, dtype: torch.dtype) -> None:
+    """0-d and empty ones never raise; a 0-d tensor equals the 1-element one of the same bytes."""
+    scalar = content(dtype)
+    assert form(scalar) == form(scalar.view(1)) != form(torch.empty(0, dtype=dtype))
+    assert form(torch.empty(0, 4, dtype=dtype)) == form(torch.empty(0, dtype=dtype))
+
+
+@FORMS
+@pytest.mark.parametrize("dtype", [d for d in DTYPES if d is not torch.bool], ids=str)
+def test_one_bit_changes_the_number(form: Form, dtype: torch.dtype) -> None:
+    """Each bit of an element, in the middle, at the front and in the tail bytes."""
+    value = content(dtype, 37)
+    clean = form(value)
+    raw = value.view(torch.uint8)
+    size = value.element_size()
+    for byte in [*range(size), raw.numel() // 2, *range(raw.numel() - size, raw.numel())]:
+        for bit in range(8):
+            raw[byte] ^= 1 << bit
+            assert form(value) != clean
+            raw[byte] ^= 1 << bit
+    assert form(value) == clean
+
+
+@FORMS
+def test_nan_payloads_and_signed_zeros_count(form: Form) -> None:
+    """Bits are compared, never floats (field case 6)."""
+    nans = [struct.unpack("<f", struct.pack("<I", word))[0] for word in (0x7FC00000,)]
+    quiet = torch.tensor([0x7FC00000], dtype=torch.int32).view(torch.float32)
+    other = torch.tensor([0x7FC00001], dtype=torch.int32).view(torch.float32)
+    assert math.isnan(nans[0])
+    assert form(quiet) == form(torch.tensor(nans)) != form(other)
+    assert form(torch.tensor([0.0])) != form(torch.tensor([-0.0]))
+
+
+def structured(words: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+    """Changes that a sum, an XOR or a linear checksum would miss."""
+    changed: list[tuple[str, torch.Tensor]] = []
+
+    def add(name: str, change: Callable[[torch.Tensor], object]) -> None:
+        copy = words.clone()
+        change(copy)
+        if not torch.equal(copy, words):
+            changed.append((name, copy))
+
+    def swap(distance: int, start: int) -> Callable[[torch.Tensor], object]:
+        def change(copy: torch.Tensor) -> None:
+            copy[start], copy[start + distance] = words[start + distance], words[start]
+
+        return change
+
+    def deltas(distance: int, delta: int) -> Callable[[torch.Tensor], object]:
+        def change(copy: torch.Tensor) -> None:
+            copy[5] += delta
+            copy[5 + distance] -= delta
+
+        return change
+
+    count = words.numel()
+    for distance in (1, 2, 3, 4, 8, 16, 31, 32, 64, 128, 256, 512, 1024, 2048):
+        add(f"swap {distance}", swap(distance, 0))
+        add(f"swap {distance} later", swap(distance, 77))
+        for shift in (0, 1, 8, 31, 32, 33, 47, 62, 63):
+            delta = 1 << shift if shift < 63 else -(1 << 63)
+            add(f"delta {shift} at {distance}", deltas(distance, delta))
+            add(f"twin flips {shift} at {distance}", lambda c, d=distance, w=delta: c[5 : 6 + d : d].bitwise_xor_(w))
+    for length in (1, 8, 64, 256):
+        for to in (length, 3 * length, count - length):
+
+            def move(copy: torch.Tensor, length: int = length, to: int = to) -> None:
+                copy[:length], copy[to : to + length] = words[to : to + length], words[:length]
+
+            add(f"block {length} to {to}", move)
+        add(f"zeroed {length}", lambda c, n=length: c[100 : 100 + n].zero_())
+    add("reversed", lambda c: c.copy_(words.flip(0)))
+    add("rolled", lambda c: c.copy_(words.roll(1)))
+    return changed
+
+
+@FORMS
+@pytest.mark.parametrize("kind", ["random", "zero", "ramp", "halves"])
+def test_structured_changes_never_collide(form: Form, kind: str) -> None:
+    """Swaps, equal and opposite deltas, moved and zeroed blocks: every change has a number of its own."""
+    words = {
+        "random": content(torch.int64, 4096),
+        "zero": torch.zeros(4096, dtype=torch.int64),
+        "ramp": torch.arange(4096),
+        "halves": torch.arange(4096) << 32,
+    }[kind]
+    seen = {words.numpy().tobytes(): form(words)}
+    for name, changed in structured(words):
+        number = form(changed)
+        assert number != form(words), name
+        seen[changed.numpy().tobytes()] = number
+    assert len(set(seen.values())) == len(seen)
+    assert kind == "zero" or len(seen) > 250
+
+
+@FORMS
+@settings(max_examples=100, deadline=None)
+@given(one=st.binary(max_size=40), other=st.binary(max_size=40))
+def test_different_bytes_give_different_numbers(form: Form, one: bytes, other: bytes) -> None:
+    """Short contents, lengths that are no multiple of a word, trailing zeros."""
+    first, second = (torch.tensor(list(b), dtype=torch.uint8) for b in (one, other))
+    if len(one) == len(other):
+        assert (form(first) == form(second)) == (one == other)
+    assert form(first) == form(first.clone())
+
+
+def test_device_form_spans_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a big tensor is cut for memory's sake does not show, and no chunk repeats another's weights."""
+    import importlib
+
+    module = importlib.import_module("sdcwatch.fingerprint")
+    value = content(torch.int64, 1000)
+    whole = device(value)
+    monkeypatch.setattr(module, "_CHUNK", 64)
+    assert device(value) == whole
+    assert device(torch.cat([value[64:128], value[:64], value[128:]])) != whole
+
+
+def sequences() -> list[Sequence[torch.Tensor | None]]:
+    a, b = content(torch.uint8, 5, seed=1), content(torch.uint8, 3, seed=2)
+    named = torch.tensor(list(b"\x00none"), dtype=torch.uint8)
+    joined = torch.cat([a, b])
+    return [
+        [a, b], [b, a], [joined], [joined[:4], joined[4:]], [a], [a, None], [None, a], [a, None, b], [None], [],
+        [named], [a, torch.empty(0)], [torch.empty(0), a], [a, torch.empty(2, device="meta")],
+    ]  # fmt: skip
+
+
+def test_the_sequence_counts() -> None:
+    """Swapped tensors, a byte that moved to the neighbour, and no gradient are all told apart."""
+    numbers = [fingerprint(s) for s in sequences()]
+    assert len(set(numbers)) == len(numbers)
+    assert numbers == [fingerprint(s) for s in sequences()]
+    assert all(0 <= n < 2**64 for n in numbers)
+
+
+def freed() -> torch.Tensor:
+    value = torch.ones(4)
+    value.untyped_storage().resize_(0)
+    return value
+
+
+class Wrapper(torch.Tensor):
+    """A tensor without memory of its own, as DTensor and quantized weights are."""
+
+    @staticmethod
+    def __new__(cls) -> Wrapper:
+        return torch.Tensor._make_wrapper_subclass(cls, (3,), dtype=torch.float32)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: object, types: object, args: tuple = (), kwargs: object = None) -> object:
+        return args[0] if args else NotImplemented
+
+
+@pytest.mark.filterwarnings("ignore:Sparse:UserWarning")
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.eye(3).to_sparse(),
+        lambda: torch.eye(3).to_sparse_csr(),
+        lambda: torch.empty(3, device="meta"),
+        lambda: torch.ones(3).to_mkldnn(),
+        lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
+        freed,
+        Wrapper,
+    ],
+    ids=["coo", "csr", "meta", "mkldnn", "nested", "freed", "wrapper"],
+)
+def test_what_is_no_run_of_bytes_is_skipped_and_never_raises(make: Callable[[], torch.Tensor]) -> None:
+    """Sparse, meta, nested, freed storage and wrapper subclasses; a skip differs from no gradient."""
+    value = make()
+    assert not can_fingerprint(value)
+    assert fingerprint([value]) != fingerprint([None])
+    assert fingerprint([value, torch.ones(1)]) == fingerprint([make(), torch.ones(1)])
+
+
+def test_hashing_reads_only(recwarn: pytest.WarningsRecorder) -> None:
+    """Neither the version counter, nor the graph, nor the content moves."""
+    value = torch.randn(10, requires_grad=True)
+    before = value.detach().clone()
+    fingerprint([value])
+    device_digest(value)
+    assert value._version == 0
+    assert value.grad_fn is None
+    assert torch.equal(value.detach(), before)
+    assert not recwarn.list
+
+
+def test_combine_is_order_sensitive_over_the_whole_range() -> None:
+    """Digests at both ends of uint64."""
+    top = 2**64 - 1
+    assert len({combine([0, top]), combine([top, 0]), combine([top]), combine([]), combine([0])}) == 5
+    assert digest_bytes(b"a") != digest_bytes(b"b")
