@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 import os
+import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,9 @@ PREFIX = "SDCWATCH_"
 #: Variables with our prefix that are no settings: where the file is, the off switch, and fault injection's own.
 RESERVED = frozenset({"SDCWATCH_CONFIG", "SDCWATCH_DISABLE"})
 RESERVED_PREFIX = "SDCWATCH_TESTING_"
+#: What Kubernetes puts into every pod for a Service called sdcwatch or sdcwatch-...: not ours, although it looks so.
+_SERVICE_NAME = re.compile(r".*_(SERVICE_(HOST|PORT(_.*)?)|PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)")
+_SERVICE_VALUE = re.compile(r"(tcp|udp|sctp)://.*")
 
 _CHOICES = {
     "on_fault": ("observe", "halt"),
@@ -41,6 +46,7 @@ _AT_LEAST = {
     "verdicts_kept": 1,
     "spool_quota_mb": 1,
 }
+_AT_MOST = {"agent_port": 65535}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,6 +103,11 @@ class Settings:
         for name, least in _AT_LEAST.items():
             if getattr(self, name) < least:
                 raise ConfigurationError(f"{name} is {getattr(self, name)!r}; it must be at least {least}")
+        for name, most in _AT_MOST.items():
+            if getattr(self, name) > most:
+                raise ConfigurationError(f"{name} is {getattr(self, name)!r}; it must be at most {most}")
+        if not self.spool_dir:
+            raise ConfigurationError("spool_dir is empty; name a folder, or leave it out for the default")
         if self.replay_every % self.check_every:
             raise ConfigurationError(
                 f"replay_every ({self.replay_every}) must be a multiple of check_every ({self.check_every}): "
@@ -119,6 +130,7 @@ class Settings:
         merged.update(_from_file(environ))
         merged.update(_from_environment(environ))
         for key, value in (arguments or {}).items():
+            _known(key, "argument")
             if value is not None:
                 merged[key] = _typed(key, os.fspath(value) if isinstance(value, os.PathLike) else value, "argument")
         return cls(**merged)
@@ -138,9 +150,12 @@ def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
     for variable, value in environ.items():
         if not variable.startswith(PREFIX) or variable in RESERVED or variable.startswith(RESERVED_PREFIX):
             continue
-        found[variable[len(PREFIX) :].lower()] = _typed(
-            variable[len(PREFIX) :].lower(), value, f"environment variable {variable}"
-        )
+        if _SERVICE_NAME.fullmatch(variable) or _SERVICE_VALUE.fullmatch(value):
+            continue
+        key = variable[len(PREFIX) :].lower()
+        if variable != PREFIX + key.upper():
+            raise ConfigurationError(f"environment variable {variable} is not in capitals; write {PREFIX}{key.upper()}")
+        found[key] = _typed(key, value, f"environment variable {variable}", spelled=lambda name: PREFIX + name.upper())
     return found
 
 
@@ -158,23 +173,29 @@ def _from_file(environ: Mapping[str, str]) -> dict[str, Any]:
     return {key: _typed(key, value, f"file {path}") for key, value in content.items()}
 
 
-def _typed(key: str, value: Any, source: str) -> Any:
+def _known(key: str, source: str, spelled: Callable[[str], str] = str) -> None:
     if key not in _TYPES:
         near = difflib.get_close_matches(key, _TYPES, n=1)
-        hint = f"; did you mean {near[0]}?" if near else ""
+        hint = f"; did you mean {spelled(near[0])}?" if near else ""
         raise ConfigurationError(f"unknown setting {key!r} ({source}){hint}")
+
+
+def _typed(key: str, value: Any, source: str, *, spelled: Callable[[str], str] = str) -> Any:
+    _known(key, source, spelled)
     wanted = _TYPES[key]
     try:
-        if isinstance(value, bool):
-            raise ValueError
         if wanted.startswith("int"):
-            if isinstance(value, float) and not value.is_integer():
+            if isinstance(value, bool) or (isinstance(value, float) and not value.is_integer()):
                 raise ValueError
             return int(value)
         if wanted.startswith("float"):
-            return float(value)
-    except (TypeError, ValueError):
-        raise ConfigurationError(f"{key} is {value!r} ({source}); it must be a number") from None
+            number = float(value)
+            if isinstance(value, bool) or not math.isfinite(number):
+                raise ValueError
+            return number
+    except (TypeError, ValueError, OverflowError):
+        what = "a whole number" if wanted.startswith("int") else "a number"
+        raise ConfigurationError(f"{key} is {value!r} ({source}); it must be {what}") from None
     if not isinstance(value, str):
         raise ConfigurationError(f"{key} is {value!r} ({source}); it must be text")
     return value
