@@ -140,7 +140,10 @@ def size_words(kind: type[Row] | type[AuditRow]) -> int:
 
 
 def pack(row: Row | AuditRow) -> bytes:
-    """Packs a row: version, presence mask, one 8-byte word a field, CRC-32 of all before it."""
+    """Packs a row: version, presence mask, one 8-byte word a field, CRC-32 of all before it.
+
+    Digests are taken modulo 2**64. Counts must fit an int64: `struct.error` otherwise, a mistake of ours.
+    """
     mask = 0
     values: list[int | float] = []
     for position, f in enumerate(dataclasses.fields(row)):
