@@ -7,8 +7,10 @@ UUID).
 
 from __future__ import annotations
 
+import functools
 import os
 import platform
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -35,7 +37,8 @@ def describe(device: torch.device) -> dict[str, str]:
         "torch.git": torch.version.git_version,
         "device": device.type,
         "deterministic": torch.are_deterministic_algorithms_enabled(),
-        "matmul_precision": torch.get_float32_matmul_precision(),
+        "matmul_precision": _asked(torch.get_float32_matmul_precision),
+        "fp32_precision": _precisions(),
     }
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
@@ -46,8 +49,8 @@ def describe(device: torch.device) -> dict[str, str]:
             "cudnn": torch.backends.cudnn.version(),
             "cudnn.benchmark": torch.backends.cudnn.benchmark,
             "cudnn.deterministic": torch.backends.cudnn.deterministic,
-            "tf32.matmul": torch.backends.cuda.matmul.allow_tf32,
-            "tf32.cudnn": torch.backends.cudnn.allow_tf32,
+            "tf32.matmul": _asked(lambda: torch.backends.cuda.matmul.allow_tf32),
+            "tf32.cudnn": _asked(lambda: torch.backends.cudnn.allow_tf32),
             "nccl": ".".join(map(str, torch.cuda.nccl.version())) if torch.distributed.is_nccl_available() else "none",
             "driver": _driver(),
         }
@@ -72,6 +75,21 @@ def device_uuid(device: torch.device) -> str | None:
         return None
     uuid = str(getattr(torch.cuda.get_device_properties(device), "uuid", "")).lower().removeprefix("gpu-")
     return f"GPU-{uuid}" if uuid else None
+
+
+def _asked(question: Callable[[], Any]) -> Any:
+    """torch refuses to answer about old precision switches once a new one was used; `_precisions` holds those."""
+    try:
+        return question()
+    except RuntimeError:
+        return "unreadable"
+
+
+def _precisions() -> str:
+    """The newer switches (`torch.backends...fp32_precision`), where this torch has them."""
+    backends: Any = torch.backends
+    places = (backends, backends.cuda.matmul, backends.cudnn, backends.mkldnn)
+    return ",".join(str(_asked(functools.partial(getattr, place, "fp32_precision", "none"))) for place in places)
 
 
 def _driver() -> str:

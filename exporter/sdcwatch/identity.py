@@ -84,8 +84,13 @@ def take(
     environ = os.environ if environ is None else environ
     host = socket.gethostname()
     told = _node_file(settings.spool_dir)
-    node = _one("node", {"node.json": told.get("node"), "SDCWATCH_NODE": settings.node}) or _one(
-        "node", {"SLURMD_NODENAME": environ.get("SLURMD_NODENAME")}
+    node = _one(
+        "node",
+        {
+            "node.json": told.get("node"),
+            "SDCWATCH_NODE": settings.node,
+            "SLURMD_NODENAME": environ.get("SLURMD_NODENAME"),
+        },
     )
     instance = _one("instance", {"node.json": told.get("instance"), "SDCWATCH_INSTANCE": settings.instance}) or ""
     cluster = _one("cluster", {"node.json": told.get("cluster"), "SDCWATCH_CLUSTER": settings.cluster}) or ""
@@ -116,6 +121,8 @@ def _node_file(spool_dir: str) -> dict[str, str]:
         return {}
     except (OSError, ValueError) as error:
         raise IdentityError(f"{path} cannot be read: {error}; restart the node agent or remove the file") from error
+    if not isinstance(content, dict):
+        raise IdentityError(f"{path} holds no identity; restart the node agent or remove the file")
     return {k: v for k, v in content.items() if isinstance(v, str)}
 
 

@@ -71,7 +71,7 @@ def unwrap(model: torch.nn.Module) -> DistributedDataParallel:
     """Finds DDP under what the user trains: `DDP(m)`, or `torch.compile(DDP(m))`.
 
     Raises:
-        ConfigurationError: no DDP, DDP inside another DDP, or parameters that DDP leaves alone on the meta device.
+        ConfigurationError: no DDP, or DDP inside another DDP.
     """
     inner = getattr(model, "_orig_mod", model)
     if not isinstance(inner, DistributedDataParallel):
