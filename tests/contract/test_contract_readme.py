@@ -7,6 +7,7 @@ import importlib
 import importlib.util
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -42,7 +43,7 @@ def subcommands(command: str) -> set[str]:
     if command == "sdcwatch":
         return set(COMMANDS)
     done = subprocess.run(
-        [ROOT / ".venv" / "bin" / SERVICE, "--help"], capture_output=True, text=True, timeout=60, check=True
+        [Path(sys.executable).with_name(SERVICE), "--help"], capture_output=True, text=True, timeout=60, check=True
     )
     return set(re.findall(r"^ {4}(\w[\w-]*)", done.stdout, flags=re.MULTILINE))
 
