@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -130,7 +129,6 @@ def test_a_forked_child_writes_nothing_and_holds_no_claim(root: Path) -> None:
     pid = os.fork()
     if pid == 0:  # pragma: no cover
         wrote = spool.write_metrics("child 1\n") or spool.append_event(line())
-        spool.close()
         os.write(done[1], b"w" if wrote else b".")
         os.read(go[0], 1)
         os._exit(0)
@@ -138,7 +136,6 @@ def test_a_forked_child_writes_nothing_and_holds_no_claim(root: Path) -> None:
         assert os.read(done[0], 1) == b"."
         assert (spool.directory / "rank-0.prom").read_text() == "parent 1\n"
         assert not (spool.directory / "rank-0.events.jsonl").exists()
-        assert "closed" not in json.loads((spool.directory / "rank-0.json").read_text())
         spool.close()
         claim(root).close()  # while the child still lives
     finally:
@@ -146,6 +143,19 @@ def test_a_forked_child_writes_nothing_and_holds_no_claim(root: Path) -> None:
         os.waitpid(pid, 0)
         for descriptor in (*go, *done):
             os.close(descriptor)
+
+
+def test_a_forked_child_that_closes_does_not_end_the_rank(spool: Spool, root: Path) -> None:
+    """The monitor's exit hooks also run in a child that exits normally."""
+    pid = os.fork()
+    if pid == 0:  # pragma: no cover
+        spool.close()
+        os._exit(0)
+    os.waitpid(pid, 0)
+    (files,) = iter_ranks(user_root(root))
+    assert files.alive
+    assert "closed" not in files.claim()
+    assert spool.write_metrics("x 1\n")
 
 
 def test_counters_of_the_newest_older_epoch_of_the_same_identity_are_found(root: Path) -> None:

@@ -269,20 +269,22 @@ def test_counters_go_on_over_an_expired_epoch(
     rank: Make, scrape: Callable[[], Scrape], expire: Callable[..., int], user: Path
 ) -> None:
     """What expires is folded first, also when the agent dies between the two steps."""
-    old = rank(0, 0)
-    old.metrics.inc("sdc_checks_total", 40, check="replay")
-    old.write()
-    text = old.metrics.render()
-    old.age(0)
+    texts = {}
+    for epoch, count in ((0, 40), (1, 2)):
+        old = rank(0, epoch)
+        old.metrics.inc("sdc_checks_total", count, check="replay")
+        texts[old.write().spool.directory.name] = old.metrics.render()
+        old.age(0)
     expire(3700)
-    again = Spool.open(user.parent, "gpt", old.spool.directory.name, 0, 0, old.identity)
-    again.write_metrics(text)  # as if the removal had not happened
-    again.close()
-    assert scrape().find("sdc_checks_total") == [40]
-    new = rank(0, 1)
-    new.metrics.inc("sdc_checks_total", 2, check="replay")
-    new.write()
+    for name, text in texts.items():
+        again = Spool.open(user.parent, "gpt", name, 0, 0, old.identity)
+        again.write_metrics(text)  # as if the removal had not happened
+        again.close()
     assert scrape().find("sdc_checks_total") == [42]
+    new = rank(0, 2)
+    new.metrics.inc("sdc_checks_total", 1, check="replay")
+    new.write()
+    assert scrape().find("sdc_checks_total") == [43]
 
 
 def test_a_crash_loop_cannot_fill_the_spool(root: Path, expire: Callable[..., int]) -> None:
