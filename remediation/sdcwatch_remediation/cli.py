@@ -126,7 +126,8 @@ def _client(arguments: argparse.Namespace, scope: str) -> Client:
 
 
 def _cases(arguments: argparse.Namespace) -> int:
-    answer = _client(arguments, "cases").get("/v1/cases")
+    with _client(arguments, "cases") as client:
+        answer = client.get("/v1/cases")
     if arguments.json:
         return _print_json(answer)
     table = Table("case", "state", "outcome", "node", "instance", "job", "opened", "reason")
@@ -141,7 +142,8 @@ def _cases(arguments: argparse.Namespace) -> int:
 
 
 def _show(arguments: argparse.Namespace) -> int:
-    case = _client(arguments, "cases").get(f"/v1/cases/{_case_id(arguments)}")
+    with _client(arguments, "cases") as client:
+        case = client.get(f"/v1/cases/{_case_id(arguments)}")
     if arguments.json:
         return _print_json(case)
     console = Console()
@@ -163,28 +165,32 @@ def _show(arguments: argparse.Namespace) -> int:
 
 
 def _approve(arguments: argparse.Namespace) -> int:
-    client = _client(arguments, "approve")
     path = f"/v1/cases/{_case_id(arguments)}"
-    case = client.get(path)
-    print(json.dumps(case["request"], indent=2))
-    if not arguments.yes and input(f"{case['node_name']}: approve exactly this? [y/N] ").strip().lower() != "y":
-        print("not approved")
-        return 1
-    body = {"by": arguments.by, "reason": arguments.reason, "request_sha256": case["request_sha256"]}
-    return _done(arguments, client.post(f"{path}/approve", body))
+    with _client(arguments, "approve") as client:
+        case = client.get(path)
+        print(json.dumps(case["request"], indent=2))
+        if not arguments.yes and input(f"{case['node_name']}: approve exactly this? [y/N] ").strip().lower() != "y":
+            print("not approved")
+            return 1
+        body = {**_person(arguments), "request_sha256": case["request_sha256"]}
+        return _done(arguments, client.post(f"{path}/approve", body))
 
 
 def _reject(arguments: argparse.Namespace) -> int:
-    path = f"/v1/cases/{_case_id(arguments)}/reject"
-    return _done(arguments, _client(arguments, "approve").post(path, _person(arguments)))
+    return _post(arguments, "approve", f"/v1/cases/{_case_id(arguments)}/reject")
 
 
 def _pause(arguments: argparse.Namespace) -> int:
-    return _done(arguments, _client(arguments, "admin").post("/v1/pause", _person(arguments)))
+    return _post(arguments, "admin", "/v1/pause")
 
 
 def _resume(arguments: argparse.Namespace) -> int:
-    return _done(arguments, _client(arguments, "admin").post("/v1/resume", _person(arguments)))
+    return _post(arguments, "admin", "/v1/resume")
+
+
+def _post(arguments: argparse.Namespace, scope: str, path: str) -> int:
+    with _client(arguments, scope) as client:
+        return _done(arguments, client.post(path, _person(arguments)))
 
 
 def _person(arguments: argparse.Namespace) -> dict[str, str]:

@@ -16,7 +16,7 @@ from sdcwatch_remediation.errors import ServiceError
 
 
 class Client:
-    """Calls one running service."""
+    """Calls one running service; a context manager that closes its connections."""
 
     def __init__(self, url: str, token_file: str, *, ca_file: str | None = None) -> None:
         """Take the service's base URL and the file whose first token is used.
@@ -61,6 +61,8 @@ class Client:
             raise ServiceError(f"{answer.status_code}: {tree.get('error', answer.text[:200])}")
         return dict(tree)
 
-    def close(self) -> None:
-        """Close the connection."""
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(self, *_: object) -> None:
         self._http.close()

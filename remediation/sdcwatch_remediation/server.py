@@ -8,6 +8,7 @@ Its place: `cli serve` calls `serve`.
 from __future__ import annotations
 
 import logging
+import signal
 import socket
 import sys
 
@@ -43,6 +44,9 @@ def serve(config: Config) -> int:
             timeout_graceful_shutdown=10,
         )
     )
+    for number in (signal.SIGTERM, signal.SIGINT):
+        # uvicorn raises the signal again once it has ended; ours lets the `finally` below close the service then.
+        signal.signal(number, lambda *_: None)
     service.start()
     print_line(
         {
