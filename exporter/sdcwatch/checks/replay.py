@@ -71,12 +71,10 @@ class Recorder:
             return self._watch_scale(loss_fn(model, batch))
         try:
             taken = MicroBatch(batch, rng_state(self._device), _autocast(self._device))
-            data = _dump(batch)
+            data = _dump(_own(batch))
             self._shapes.append(f"{signature(batch)};{taken.autocast}")
-        except (RuntimeError, TypeError, AttributeError, OSError, ValueError, ImportError) as error:
-            # pickle raises nearly anything; the loss itself must run outside this block
+        except Exception:  # our border: pickling runs the batch's own code; the loss itself must run outside this block
             self.failure = "batch"
-            self._note = f"{type(error).__name__}: {error}"
             return self._watch_scale(loss_fn(model, batch))
         loss = loss_fn(model, batch)
         if not isinstance(loss, torch.Tensor) or not loss.requires_grad:
@@ -100,7 +98,7 @@ class Recorder:
     def _take_scale(self, seed: torch.Tensor) -> None:
         # A host read of a device scalar would stall the stream, so only CPU runs compare the scale every step.
         if seed.device.type == "cpu":
-            self.scale = float(seed)
+            self.scale = float(seed.detach())
 
     def pack(self) -> bytes | None:
         """All micro-batches of the step as one payload, or None when there is nothing to replay."""
@@ -136,12 +134,12 @@ def run(
     Raises:
         RuntimeError: whatever the loss function raises; state is restored first.
     """
-    content = torch.load(io.BytesIO(payload), map_location=device, weights_only=False)
+    content = _load(payload, device)
     total: list[torch.Tensor | None] = [None] * len(parameters)
     with _traceless(module, device):
         for data, rng, autocast, seed in content["batches"]:
             set_rng_state(rng, device)
-            batch = torch.load(io.BytesIO(data), map_location=device, weights_only=False)
+            batch = _load(data, device)
             kind, enabled, dtype = autocast
             with torch.enable_grad(), torch.autocast(kind, dtype, enabled=enabled):
                 loss = loss_fn(module, batch)
@@ -199,26 +197,33 @@ def set_rng_state(state: dict[str, Any], device: torch.device) -> None:
 def _traceless(module: torch.nn.Module, device: torch.device) -> Iterator[None]:
     """Buffers, RNG, train flags and determinism flags are as before when the block ends, whatever happens in it."""
     rng = rng_state(device)
-    buffers = [(b, b.detach().clone()) for b in module.buffers()]
+    places = [(m, dict(m._buffers)) for m in module.modules()]
+    buffers = [(b, b.detach().clone()) for b in module.buffers() if not _overlaps(b)]
     flags = [(m, m.training) for m in module.modules()]
-    deterministic = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    deterministic = torch.get_deterministic_debug_mode()
     filled = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            torch.use_deterministic_algorithms(True, warn_only=True)
+            # not use_deterministic_algorithms: that also switches the compiler, whose modules run as they are
+            torch.set_deterministic_debug_mode("warn")
             torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
             yield
     finally:
-        torch.use_deterministic_algorithms(deterministic[0], warn_only=deterministic[1])
+        torch.set_deterministic_debug_mode(deterministic)
         torch.utils.deterministic.fill_uninitialized_memory = filled  # type: ignore[attr-defined]
+        set_rng_state(rng, device)
+        for submodule, named in places:
+            # a forward may have put a new tensor in a buffer's place
+            if submodule._buffers.keys() != named.keys() or any(submodule._buffers[n] is not named[n] for n in named):
+                submodule._buffers.clear()
+                submodule._buffers.update(named)
         with torch.no_grad():
             for buffer, saved in buffers:
                 # through .data: the version counter of a buffer that autograd saved must not move
                 buffer.data.copy_(saved)
         for submodule, training in flags:
             submodule.training = training
-        set_rng_state(rng, device)
 
 
 def _accumulate(total: torch.Tensor | None, gradient: torch.Tensor | None, *, based: bool) -> torch.Tensor | None:
@@ -233,6 +238,40 @@ def _accumulate(total: torch.Tensor | None, gradient: torch.Tensor | None, *, ba
 def _autocast(device: torch.device) -> tuple[str, bool, torch.dtype]:
     kind = device.type
     return kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+
+
+def _overlaps(tensor: torch.Tensor) -> bool:
+    """An expanded tensor: torch refuses in-place writes to it, the loss function's as well as ours."""
+    return tensor.layout is torch.strided and any(
+        stride == 0 and size > 1 for size, stride in zip(tensor.size(), tensor.stride(), strict=True)
+    )
+
+
+def _own(value: Any) -> Any:
+    """The batch with each tensor in memory of its own: saving a slice would save all that it was cut from."""
+    if type(value) is torch.Tensor and value.layout is torch.strided and value.numel():
+        span = 1 + sum((size - 1) * stride for size, stride in zip(value.size(), value.stride(), strict=True))
+        if value.untyped_storage().nbytes() <= span * value.element_size():
+            return value
+        flat = value.detach().as_strided((span,), (1,)).clone()
+        # the strides stay: they decide which kernel runs
+        return flat.as_strided(value.size(), value.stride(), 0).requires_grad_(value.requires_grad)
+    if type(value) is dict:
+        return {key: _own(item) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(map(_own, value))
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*map(_own, value))
+    return value
+
+
+def _load(data: bytes, device: torch.device) -> Any:
+    """Reads what a rank packed; its device's tensors go to this rank's device, those in host memory stay there."""
+
+    def place(storage: Any, location: str) -> Any:
+        return torch.serialization.default_restore_location(storage, location if location == "cpu" else str(device))
+
+    return torch.load(io.BytesIO(data), map_location=place, weights_only=False)
 
 
 def _dump(value: Any) -> bytes:
