@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from sdcwatch.fingerprint import fingerprint
 
-_WIDE = (torch.float16, torch.bfloat16)
+_HALF = (torch.float16, torch.bfloat16)
 
 
 class LocalGradients:
@@ -67,7 +67,9 @@ class LocalGradients:
         """L2 norm over all parameters seen, in float64; NaN or Inf where the gradient (or its square) is."""
         if not self._norms:
             return 0.0
-        values = torch.stack([n.to(torch.float64) for n in self._norms.values()])
+        norms = list(self._norms.values())
+        # a model may lie on several devices
+        values = torch.stack([n.to(norms[0].device, torch.float64) for n in norms])
         return float(values.square().sum().sqrt())
 
     def digests(self) -> dict[int, int]:
@@ -86,7 +88,10 @@ def norm(gradient: torch.Tensor) -> torch.Tensor:
     value = gradient.detach()
     if value.layout is not torch.strided:
         value = value.coalesce().values()
-    return torch.linalg.vector_norm(value, dtype=torch.float32 if value.dtype in _WIDE else None)
+    if value.is_floating_point() and value.element_size() == 1:
+        value = value.to(torch.float32)  # the 8-bit floats have no norm of their own
+    result: torch.Tensor = torch.linalg.vector_norm(value, dtype=torch.float32 if value.dtype in _HALF else None)
+    return result
 
 
 def reduced(parameters: Sequence[torch.nn.Parameter]) -> tuple[int, bool]:
@@ -95,9 +100,14 @@ def reduced(parameters: Sequence[torch.nn.Parameter]) -> tuple[int, bool]:
     Sums are a cheap first look (one pass at memory speed): only where one is not finite are the elements asked.
     """
     gradients = [p.grad for p in parameters]
-    sums = [g.detach().sum(dtype=torch.float32) for g in gradients if g is not None and g.layout is torch.strided]
+    values = [_real(g.detach()) for g in gradients if g is not None and g.layout in (torch.strided, torch.sparse_coo)]
+    sums = [v.sum(dtype=torch.float32) for v in values]
     suspicious = bool(sums) and not math.isfinite(float(torch.stack([s.to(sums[0].device) for s in sums]).sum()))
-    nonfinite = suspicious and any(
-        not bool(torch.isfinite(g).all()) for g in gradients if g is not None and g.layout is torch.strided
-    )
+    nonfinite = suspicious and any(not bool(torch.isfinite(v).all()) for v in values)
     return fingerprint(gradients), nonfinite
+
+
+def _real(gradient: torch.Tensor) -> torch.Tensor:
+    """The numbers of a gradient: its stored values where it is sparse, real and imaginary parts where complex."""
+    value = gradient if gradient.layout is torch.strided else gradient._values()
+    return torch.view_as_real(value.resolve_conj()) if value.is_complex() else value
