@@ -1,6 +1,6 @@
 """What a fault does to numbers: shapes that broken hardware was seen to leave (arXiv 2605.04213), never only NaN.
 
-Each pattern writes in place into raw memory (`.data`), so version counters do not move, and leaves a value that differs.
+Each pattern writes in place into raw memory (`.data`), so version counters do not move, and leaves bits that differ.
 """
 
 from __future__ import annotations
@@ -33,9 +33,12 @@ def scale(values: torch.Tensor, generator: torch.Generator, *, factor: float = 1
     """Scales a block of a sixteenth of the elements (at least one) by `factor`; too small for any norm."""
     start, length = _block(values, generator)
     block = values[start : start + length]
-    before = block.clone()
-    block.mul_(factor)
-    if torch.equal(before, block):
+    words = block.view(_INTEGER[block.element_size()])
+    before = words.clone()
+    # integers and the 8-bit floats have no product in place
+    if block.is_floating_point() and block.element_size() > 1:
+        block.mul_(factor)
+    if torch.equal(before, words):
         _flip(block, generator, bits=1)
 
 
@@ -50,7 +53,7 @@ def zero_block(values: torch.Tensor, generator: torch.Generator) -> None:
 
 
 def strided(values: torch.Tensor, generator: torch.Generator) -> None:
-    """Flips the same high mantissa bit of every 32nd element, as one lane of each warp would."""
+    """Flips the same mantissa bit of every 32nd element, as one lane of each warp would."""
     words = values.view(_INTEGER[values.element_size()])
     lane = int(torch.randint(0, min(32, words.numel()), (), generator=generator))
     words[lane::32] ^= 1 << (values.element_size() * 2)
@@ -76,7 +79,8 @@ def apply(pattern: str, tensor: torch.Tensor, seed: int) -> None:
     if not tensor.numel() or not tensor.is_contiguous():
         raise ValueError("a fault needs a contiguous tensor with elements")
     generator = torch.Generator().manual_seed(seed)
-    PATTERNS[pattern](tensor.data.view(-1), generator)
+    data = tensor.data.resolve_conj()
+    PATTERNS[pattern]((torch.view_as_real(data) if data.is_complex() else data).view(-1), generator)
 
 
 def _index(values: torch.Tensor, generator: torch.Generator) -> int:
