@@ -10,7 +10,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
 from sdcwatch.fingerprint import can_fingerprint, combine, device_digest, digest_bytes, fingerprint
 
 DTYPES = [

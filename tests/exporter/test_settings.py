@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 from sdcwatch.errors import ConfigurationError
 from sdcwatch.settings import Settings, disabled
 
@@ -162,7 +161,7 @@ def test_a_file_that_is_no_toml_is_named(load: Any, tmp_path: Path, content: byt
 
 def test_a_named_file_that_is_missing_is_an_error(load: Any, tmp_path: Path) -> None:
     """The default file may be missing, one that was asked for may not."""
-    with pytest.raises(ConfigurationError, match="nowhere.toml, which is no file"):
+    with pytest.raises(ConfigurationError, match=r"nowhere\.toml, which is no file"):
         load(environ={"SDCWATCH_CONFIG": str(tmp_path / "nowhere.toml")})
 
 
