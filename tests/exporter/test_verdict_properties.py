@@ -1,6 +1,6 @@
 """What holds for every group and every fault: a healthy rank is never named, and equal rows are always clean.
 
-Each verdict rule and the test that turns red when the rule is broken (checked by breaking each of them once):
+Each verdict rule and the test that turns red when the rule is broken:
 
     strict majority of ranks                     test_names_nobody_without_a_strict_majority_of_ranks_and_nodes
     strict majority of nodes                     test_names_nobody_without_a_strict_majority_of_ranks_and_nodes

@@ -72,6 +72,7 @@ def test_state_alone_may_be_what_the_optimizer_got_wrong() -> None:
         ((2, 2), (0, 1)),
         ((2, 2), (3,)),
         ((1, 1, 1, 1), (0, 1)),
+        ((2, 1, 1), (0, 1)),
         ((8, 2, 2), tuple(range(8))),
         ((8, 2, 2), (8, 9, 10, 11)),
     ],
@@ -155,7 +156,8 @@ def test_loaded_on_one_rank_only_is_software_and_blames_nobody() -> None:
 def test_first_check_with_different_weights_is_software() -> None:
     """Nobody ever saw these replicas equal, so no hardware is blamed."""
     group = SimulatedGroup(group_of(1, 1, 1))
-    assert only(group.step(apart={0: 3})).kind == "software"
+    verdict = only(group.step(apart={0: 3}))
+    assert (verdict.kind, verdict.evidence["signs"]) == ("software", ["first_check"])
     assert [v.new for v in group.step(apart={0: 3}).verdicts] == [False]
 
 

@@ -78,8 +78,10 @@ def _changed(row: Any, faults: Faults, rank: int) -> Any:
     for name, by_rank in faults.items():
         if rank in by_rank and hasattr(row, name):
             fault, healthy = by_rank[rank], getattr(row, name)
-            xored = name in _DIGESTS and fault is not None and healthy is not None
-            changes[name] = healthy ^ fault if xored else fault
+            if name not in _DIGESTS or fault is None:
+                changes[name] = fault
+            elif healthy is not None:  # a rank that measured nothing there has nothing to corrupt
+                changes[name] = healthy ^ fault
     return replace(row, **changes) if changes else row
 
 
