@@ -130,7 +130,9 @@ def _draw_panel(axes: Any, panel: Mapping[str, Any], found: Sequence[Line], star
         for row, line in enumerate(found):
             on = [time - start for time, value in zip(line.times, line.values, strict=True) if value]
             axes.plot(on, [row] * len(on), "s", markersize=4)
-        axes.set_yticks(range(len(found)), [line.legend for line in found])
+            axes.text(0.01, row + 0.2, line.legend, fontsize=7, transform=axes.get_yaxis_transform())
+        axes.set_yticks([])
+        axes.set_ylim(-0.5, len(found))
         return
     step = defaults.get("custom", {}).get("lineInterpolation") == "stepAfter"
     for line in found:
