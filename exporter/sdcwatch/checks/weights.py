@@ -8,6 +8,7 @@ row. Nothing here is collective: a rank that skips its optimizer step cannot spl
 from __future__ import annotations
 
 import json
+import numbers
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -195,16 +196,22 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 def _exact(value: Any) -> str:
     if isinstance(value, torch.Tensor):
         return f"tensor{tuple(value.shape)}" if value.numel() > 1 else repr(value.detach().cpu().tolist())
-    if isinstance(value, float):
-        return value.hex()
+    if isinstance(value, numbers.Real) and not isinstance(value, (bool, int)):
+        return float(value).hex()  # numpy's scalars too
     if isinstance(value, dict):
         return "{" + ",".join(f"{k}:{_exact(value[k])}" for k in sorted(value, key=str)) + "}"
     if isinstance(value, (list, tuple)):
         return "[" + ",".join(map(_exact, value)) + "]"
-    if value is None or isinstance(value, (bool, int, str)):
+    if value is None or isinstance(value, (bool, numbers.Integral, str)):
         return repr(value)
     return type(value).__qualname__
 
 
 def _sparse_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
-    return [tensor._values(), tensor._indices()] if tensor.layout is torch.sparse_coo else []
+    if tensor.layout is torch.sparse_coo:
+        return [tensor._values(), tensor._indices()]
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return [tensor.values(), tensor.crow_indices(), tensor.col_indices()]
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return [tensor.values(), tensor.ccol_indices(), tensor.row_indices()]
+    return []

@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import secrets
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ from sdcwatch.testing.patterns import PATTERNS, apply
 VARIABLE = "SDCWATCH_TESTING_FAULT"
 LOCATIONS = ("backward", "local_gradient", "reduced_gradient", "optimizer_weight", "optimizer_state", "weights_at_rest")
 MODES = ("persistent", "transient")
+_KINDS: dict[str, type] = {"step": int, "rank": int, "parameter": int, "seed": int, "instance": str, "marker": str}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +48,8 @@ class Fault:
         pattern: a name of `sdcwatch.testing.patterns.PATTERNS`.
         parameter: which parameter (index in module order; taken modulo their number).
         seed: decides the elements and bits.
-        marker: a file that a transient fault creates when it fires and that keeps it from firing again after a restart.
+        marker: a file that a transient fault creates when it fires and that keeps it from firing again after a restart;
+            one for each fault.
     """
 
     location: str
@@ -65,6 +68,12 @@ class Fault:
                 raise ConfigurationError(f"fault's {name} is {getattr(self, name)!r}, none of {', '.join(allowed)}")
         if (self.rank is None) == (self.instance is None):
             raise ConfigurationError("a fault names either rank or instance")
+        for name, kinds in _KINDS.items():
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, kinds) or isinstance(value, bool)):
+                raise ConfigurationError(f"fault's {name} is {value!r}; it must be {kinds.__name__}")
+        if self.marker is not None and self.mode != "transient":
+            raise ConfigurationError("a fault with a marker fires once: give it mode transient")
 
 
 class FaultPlan:
@@ -129,6 +138,8 @@ class _Injection:
         named = replicated_parameters(ddp)
         self.name, self.parameter = named[fault.parameter % len(named)]
         self._task = -1
+        # not the process id: a restarted container often gets the same one
+        self._token = secrets.token_hex(8)
 
     def install(self) -> None:
         getattr(self, f"_install_{self.fault.location}")()
@@ -148,9 +159,9 @@ class _Injection:
         if self.fault.marker is None:
             return True
         marker = Path(self.fault.marker)
-        if marker.exists() and marker.read_text(encoding="utf-8") != str(os.getpid()):
+        if marker.exists() and marker.read_text(encoding="utf-8") != self._token:
             return False
-        marker.write_text(str(os.getpid()), encoding="utf-8")
+        marker.write_text(self._token, encoding="utf-8")
         return True
 
     def _hit(self, tensor: torch.Tensor) -> None:
