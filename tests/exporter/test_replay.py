@@ -19,7 +19,7 @@ Pair = namedtuple("Pair", ["x", "y"])
 
 
 class Net(nn.Module):
-    """Convolution, batch norm and dropout, a tied weight, a head that is never used, and a rebound buffer."""
+    """Convolution, batch norm and dropout, a tied weight, a bias that is never used, and a rebound buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,13 +38,15 @@ class Net(nn.Module):
         return hidden
 
 
-def loss_fn(model: nn.Module, batch: Any) -> torch.Tensor:
+def loss_fn(model: Any, batch: Any) -> torch.Tensor:
     noise = random.random()
     if "numpy" in __import__("sys").modules:
         import numpy
 
         noise += float(numpy.random.rand())
-    return (model(batch["x"]) * torch.rand(24)).float().square().mean() * noise
+    # a gradient of -0.0 tells a gradient that was added to zeros from one that was not
+    negative_zero = model.unused.weight.sum() * -0.0
+    return ((model(batch["x"]) * torch.rand(24)).float().square().mean() + negative_zero) * noise
 
 
 class Run:
@@ -124,7 +126,7 @@ def test_replayed_gradients_are_the_live_ones_bit_for_bit(mode: str) -> None:
     live = Run(**MODES[mode])
     found = live.again()
     used = live.local.digests()
-    assert len(used) == len(live.parameters) - 2
+    assert len(used) == len(live.parameters) - 1
     assert {i: found.digests[i] for i in used} == used
     assert first_difference(used, found.digests) is None
     assert found.digest == combine_digests(used)
