@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
 from sdcwatch.observation import ROW_VERSION, AuditRow, Row, RowError, SkipReason, pack, size_words, unpack
 
 VALUES = {
