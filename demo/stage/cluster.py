@@ -7,6 +7,7 @@ one that is shutting down loses both. It knows nothing of faults, verdicts or ca
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -110,7 +111,8 @@ class Cluster:
             f"run-{node.address}",
             [
                 *_command("sdcwatch", "run", "--checkpoint-dir", str(self._training.checkpoints)),
-                *("--poll", "0.3", "--halt-grace", "12", "--"),
+                *("--poll", "0.3", "--halt-grace", "3"),
+                *("--preflight", shlex.join(_command("sdcwatch", "preflight", "--json", "--seconds", "2")), "--"),
                 *self._training.torchrun(node.address, self._ports.rendezvous),
             ],
             environment | self._training.environment,
