@@ -9,13 +9,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from sdcwatch.checks import replay
 from sdcwatch.exchange import Exchange
-from sdcwatch.fingerprint import combine, digest_bytes, fingerprint
+from sdcwatch.fingerprint import digest_bytes, fingerprint
 from sdcwatch.observation import AuditRow, ErrorCode, Row, RowError
 from sdcwatch.verdict import Group, History, plan_audit, tie_breaks
 
@@ -29,7 +29,6 @@ class Outcome:
     rows: AuditRows | None = None
     tie: AuditRows | None = None
     reason: str | None = None
-    collective: bool = False
 
 
 class Auditor:
@@ -63,6 +62,7 @@ class Auditor:
         self._device = device
         self._swallow = swallow
         self.collective = False
+        self._layers = _layers(group)
 
     def run(
         self,
@@ -88,14 +88,15 @@ class Auditor:
         if not plan.run:
             return Outcome(reason=plan.reason)
         sizes = [0 if isinstance(r, RowError) else (r.batch_bytes or 0) for r in rows]
-        routes = {self._group.helper(owner): owner for owner in range(self._group.size)}
-        first = self._round(0, mine, payload or b"", original, routes, sizes)
+        first: AuditRows = []
+        for routes in self._layers:
+            first += self._round(0, mine, payload or b"", original, routes, sizes, own=not first)
         ties = tuple(tie_breaks(history, self._group, rows, first))
         agreed, highest = self._exchange.agree(len(ties), digest_bytes(repr(ties).encode()) >> 1)
         if not agreed or not highest:
-            return Outcome(rows=first, collective=self.collective)
-        second = self._round(1, mine, payload or b"", original, {third: owner for owner, third in ties}, sizes)
-        return Outcome(rows=first, tie=second, collective=self.collective)
+            return Outcome(rows=first)
+        thirds = {third: owner for owner, third in ties}
+        return Outcome(rows=first, tie=self._round(1, mine, payload or b"", original, thirds, sizes, own=False))
 
     def _round(
         self,
@@ -105,28 +106,30 @@ class Auditor:
         original: Mapping[int, int],
         routes: Mapping[int, int],
         sizes: Sequence[int],
+        *,
+        own: bool,
     ) -> AuditRows:
         received = self._exchange.transit(payload, routes, sizes)
         row = AuditRow(
             rank=mine.rank, instance=mine.instance, epoch=mine.epoch, step=mine.step, error=ErrorCode.NONE, round=number
         )
         try:
-            row = self._measure(row, payload, dict(original), received)
+            row = self._measure(row, payload, dict(original), received, own=own)
         except Exception as error:  # our border: a replay that fails is a void row, never a broken run
             self._swallow("replay", error)
             row = dataclasses.replace(row, error=ErrorCode.CHECK)
         return self._exchange.rows(row)
 
     def _measure(
-        self, row: AuditRow, payload: bytes, original: dict[int, int], received: Mapping[int, bytes]
+        self, row: AuditRow, payload: bytes, original: dict[int, int], received: Mapping[int, bytes], *, own: bool
     ) -> AuditRow:
         changes: dict[str, int | None] = {"batch_sent": digest_bytes(payload), "batch_unchanged": 1}
         changes["weights_now"] = fingerprint(self._parameters)
-        if row.round == 0:
-            own = self._replay(payload, watch=True)
+        if own:
+            again = self._replay(payload, watch=True)
             changes["original"] = replay.combine_digests(original)
-            changes["self_digest"] = own.digest
-            changes["first_difference"] = replay.first_difference(original, own.digests)
+            changes["self_digest"] = again.digest
+            changes["first_difference"] = replay.first_difference(original, again.digests)
         for owner, data in received.items():
             changes["served_rank"] = owner
             changes["batch_received"] = digest_bytes(data)
@@ -147,15 +150,20 @@ class Auditor:
         return result
 
 
-def rng_digest(device: torch.device) -> int:
-    """uint64 of this process's random state, to show that an audit left no trace."""
-    state = replay.rng_state(device)
-    return combine([fingerprint([state["torch"]]), digest_bytes(repr(state["python"]).encode())])
+def _layers(group: Group) -> list[dict[int, int]]:
+    """Server -> owner, in as many layers as the busiest server has owners (several where nodes differ in size)."""
+    layers: list[dict[int, int]] = []
+    for server in range(group.size):
+        for depth, owner in enumerate(group.served_by(server)):
+            if depth == len(layers):
+                layers.append({})
+            layers[depth][server] = owner
+    return layers
 
 
-def _sequence(group: dist.ProcessGroup) -> int:
+def _sequence(group: Any) -> int:
     """How many collectives the group has issued (0 where the backend does not say)."""
     try:
         return int(group._get_sequence_number_for_group())
-    except RuntimeError:
+    except (RuntimeError, AttributeError):
         return 0

@@ -21,10 +21,11 @@ from torch.nn.parallel import DistributedDataParallel
 from sdcwatch.audit import Auditor, Outcome
 from sdcwatch.checks.gradients import LocalGradients, reduced
 from sdcwatch.checks.replay import LossFunction, Recorder
-from sdcwatch.checks.weights import OptimizerWatch, hyperparameters_digest
+from sdcwatch.checks.weights import OptimizerWatch, hyperparameters_digest, versions
 from sdcwatch.contain import Halt, containing
 from sdcwatch.errors import CorruptionDetected
 from sdcwatch.exchange import Exchange
+from sdcwatch.fingerprint import combine as digests_combined
 from sdcwatch.fingerprint import fingerprint
 from sdcwatch.observation import ErrorCode, Row, RowError, SkipReason
 from sdcwatch.report import Reporter, median_time
@@ -42,6 +43,12 @@ class Watched:
     loss_fn: LossFunction | None
     parameters: Sequence[torch.nn.Parameter]
     device: torch.device
+    schema: int
+    scaler: torch.amp.GradScaler | None = None
+
+    def scale(self) -> float | None:
+        """The loss scale, where a scaler was passed. Never guessed from gradients: ranks may weight their losses."""
+        return float(self.scaler.get_scale()) if self.scaler is not None and self.scaler.is_enabled() else None
 
 
 class Epoch:
@@ -77,6 +84,7 @@ class Epoch:
         self._task = -1
         self._backwards_in_step = 0
         self._join_seen = False
+        self._disagreed = False
         self.auditor = Auditor(
             exchange,
             membership.group,
@@ -142,7 +150,7 @@ class Epoch:
         if task == self._task:
             return
         self._task = task
-        engine: Any = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
+        engine: Any = torch.autograd.Variable._execution_engine
         engine.queue_callback(lambda: engine.queue_callback(self._end_of_backward))
 
     def _end_of_backward(self) -> None:
@@ -175,7 +183,7 @@ class Epoch:
     def _judge(self, rows: Sequence[Row | RowError], outcome: Outcome | None) -> Judgement:
         steps = sorted(r.step for r in rows if isinstance(r, Row) and r.step is not None)
         step = steps[len(steps) // 2] if steps else self.step
-        judgement, history = Judgement.void(step), self.history
+        judgement, history = Judgement.void(step, self.exchange.size), self.history
         try:
             judgement, history = judge(
                 self.history,
@@ -191,7 +199,9 @@ class Epoch:
         agreed, highest = self.exchange.agree(judgement.code, judgement.digest)
         if agreed:
             self.history = history
-        return combine(judgement, agreed, highest)
+        combined = combine(judgement, agreed, highest, lasting=self._disagreed)
+        self._disagreed = not agreed
+        return combined
 
     def _settle(self, judgement: Judgement, row: Row, rows: Sequence[Row | RowError | None]) -> None:
         checked, verified = checked_through(self.history), verified_through(self.history)
@@ -206,7 +216,7 @@ class Epoch:
             self.halt.raise_for(event, self.exchange)
 
     def _row(self, payload: bytes | None, audited: bool) -> Row:
-        fixed = {
+        fixed: dict[str, Any] = {
             "rank": self.exchange.rank,
             "instance": self.membership.group.instances[self.exchange.rank],
             "epoch": self.membership.group.epoch,
@@ -234,26 +244,33 @@ class Epoch:
     def state_fields(self) -> dict[str, Any]:
         """The row's fields that describe parameters, optimizer and user code, as they stand now."""
         fields: dict[str, Any] = {
-            "hyperparameters": hyperparameters_digest(self.watched.optimizer),
-            "loss_scale": self.recorder.scale,
+            "hyperparameters": self._hyperparameters(),
+            "loss_scale": self.watched.scale(),
+            "schema": self.watched.schema,
             "compile_count": _compiled_graphs(),
             "optimizer_steps": self.optimizer_watch.calls,
             "weights_now": fingerprint(self.watched.parameters),
-            "versions_now": self.optimizer_watch.written_since(),
+            "versions_now": versions(self.watched.parameters),
         }
         measure = self.optimizer_watch.newest
         if measure is not None:
             fields |= {
                 "optimizer_step_of": measure.step,
-                "gradient_begin": measure.gradient_begin,
-                "weights_begin": measure.weights_begin,
+                "gradient_begin": measure.begin.gradient,
+                "weights_begin": measure.begin.weights,
                 "weights_end": measure.weights_end,
-                "state_begin": measure.state_begin,
+                "state_begin": measure.begin.state,
                 "state_end": measure.state_end,
-                "versions_begin": measure.versions_begin,
+                "versions_begin": measure.begin.versions,
                 "versions_end": measure.versions_end,
             }
         return fields
+
+    def _hyperparameters(self) -> int:
+        """As the newest step began and as they are now: a change that was undone in between is a sign all the same."""
+        measure = self.optimizer_watch.newest
+        begun = measure.begin.hyperparameters if measure is not None else 0
+        return digests_combined([begun, hyperparameters_digest(self.watched.optimizer)])
 
     def _replayable(self, payload: bytes | None, audited: bool) -> dict[str, Any]:
         if not audited:

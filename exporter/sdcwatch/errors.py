@@ -1,11 +1,11 @@
 """Every exception that sdcwatch raises on purpose.
 
-    SdcwatchError (RuntimeError)
-    ├── ConfigurationError     a setting, model or place that cannot work; raised at start, says what to do
-    ├── SpoolError             the spool cannot be written or is owned by somebody else
-    ├── IdentityError          sources that name this node contradict each other
-    ├── CheckpointError        a checkpoint that must not be loaded
-    └── CorruptionDetected     on_fault="halt" or "heal" gave up: raised out of backward() on every rank
+SdcwatchError (RuntimeError)
+├── ConfigurationError     a setting, model or place that cannot work; raised at start, says what to do
+├── SpoolError             the spool cannot be written or is owned by somebody else
+├── IdentityError          sources that name this node contradict each other
+├── CheckpointError        a checkpoint that must not be loaded
+└── CorruptionDetected     on_fault="halt" or "heal" gave up: raised out of backward() on every rank
 """
 
 from __future__ import annotations

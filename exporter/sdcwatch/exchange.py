@@ -17,6 +17,9 @@ import torch.distributed as dist
 
 from sdcwatch.observation import AuditRow, R, Row, RowError, pack, size_words, unpack
 
+# torch 2.13 renamed it and warns about the old name; older releases only have that one.
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 
 class Exchange:
     """Collectives of one replica group.
@@ -38,7 +41,7 @@ class Exchange:
         words = size_words(kind)
         mine = torch.frombuffer(bytearray(pack(row)), dtype=torch.int64).to(self.device)
         out = torch.empty(words * self.size, dtype=torch.int64, device=self.device)
-        dist.all_gather_into_tensor(out, mine, group=self.group)
+        _all_gather(out, mine, group=self.group)
         data = to_bytes(out)
         return [_read(kind, data[i * words * 8 : (i + 1) * words * 8]) for i in range(self.size)]
 
@@ -90,7 +93,7 @@ def last_rows(row: Row, *, epoch: str, rank: int, size: int, timeout: timedelta)
     Returns:
         Rows in rank order; None for a peer that did not write within `timeout`.
     """
-    store = dist.PrefixStore(f"sdcwatch/{epoch}/last", dist.distributed_c10d._get_default_store())
+    store = dist.distributed_c10d.PrefixStore(f"sdcwatch/{epoch}/last", dist.distributed_c10d._get_default_store())
     store.set(str(rank), pack(row).hex())
     try:
         store.wait([str(r) for r in range(size)], timeout)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
@@ -83,6 +83,7 @@ class Monitor:
         model: `DistributedDataParallel`, or `torch.compile` of one.
         optimizer: the one that steps the model's parameters.
         loss_fn: `loss_fn(model, batch) -> scalar loss`; None turns replay off, visibly.
+        scaler: the GradScaler, where one is used: scales that drift apart are then said to be software, not hardware.
         **settings: fields of `Settings`; each may also stand in `SDCWATCH_*` or `sdcwatch.toml`.
 
     Raises:
@@ -97,6 +98,7 @@ class Monitor:
         optimizer: torch.optim.Optimizer,
         *,
         loss_fn: LossFunction | None = None,
+        scaler: torch.amp.GradScaler | None = None,
         **settings: Any,
     ) -> None:
         self._model = model
@@ -125,7 +127,10 @@ class Monitor:
             self._off("SDCWATCH_DISABLE is set")
             return
         spool = self._open_spool(exchange, membership)
-        self._watch(ddp, optimizer, [p for _, p in parameters], device, exchange, membership, spool)
+        watched = Watched(
+            ddp, optimizer, loss_fn, [p for _, p in parameters], device, start.schema_digest(parameters), scaler
+        )
+        self._watch(watched, exchange, membership, spool)
 
     def _bring(
         self,
@@ -193,16 +198,7 @@ class Monitor:
         assert spool is not None
         return spool
 
-    def _watch(
-        self,
-        ddp: torch.nn.parallel.DistributedDataParallel,
-        optimizer: torch.optim.Optimizer,
-        parameters: Sequence[torch.nn.Parameter],
-        device: torch.device,
-        exchange: Exchange,
-        membership: start.Membership,
-        spool: Spool,
-    ) -> None:
+    def _watch(self, watched: Watched, exchange: Exchange, membership: start.Membership, spool: Spool) -> None:
         settings = self._settings
         reporter = Reporter(
             membership,
@@ -218,9 +214,8 @@ class Monitor:
             scrapes=settings.halt_grace_scrapes if settings.agent == "auto" else 0,
             seconds=settings.halt_grace_seconds,
         )
-        watched = Watched(ddp, optimizer, self._loss_fn, parameters, device)
         self._epoch = Epoch(watched, settings, membership, exchange, reporter, halt, self._promote)
-        sizes = coverage.measure(ddp.module, parameters, optimizer)
+        sizes = coverage.measure(watched.ddp.module, watched.parameters, watched.optimizer)
         self._coverage = coverage.describe(
             sizes,
             check_every=settings.check_every,
@@ -235,7 +230,7 @@ class Monitor:
             reporter.metrics.set("sdc_coverage_bytes", line.covered_bytes, check=line.check, covered="yes")
             reporter.metrics.set("sdc_coverage_bytes", line.uncovered_bytes, check=line.check, covered="no")
         if exchange.rank == 0:
-            seconds = coverage.predicted_seconds(parameters, sizes)
+            seconds = coverage.predicted_seconds(watched.parameters, sizes)
             print(coverage.table(self._coverage, sizes, seconds), flush=True)
         if settings.agent == "auto" and membership.identities[exchange.rank].local_rank == 0:
             trouble = ensure_agent(settings)
@@ -335,7 +330,9 @@ class Monitor:
         reporter = self._epoch.reporter
         reporter.state("checkpointing")
         try:
-            checkpoints.save(path, save_fn, step=self._step, epoch=reporter.membership.epoch, job=reporter.identity.job)
+            checkpoints.save(
+                Path(path), save_fn, step=self._step, epoch=reporter.membership.epoch, job=reporter.identity.job
+            )
         finally:
             reporter.state(self._phase)
 
@@ -365,10 +362,11 @@ class Monitor:
         if epoch is None or self._settings.checkpoint_dir is None or epoch.exchange.rank != self._writer:
             return
         try:
-            checkpoints.promote(self._settings.checkpoint_dir, checked, verified, epoch=epoch.membership.epoch)
-            clean = checkpoints.newest_trusted(self._settings.checkpoint_dir)
-            if clean is not None:
-                epoch.reporter.metrics.set("sdc_last_clean_checkpoint_step", clean.step)
+            folder = self._settings.checkpoint_dir
+            checkpoints.promote(folder, checked, verified, epoch=epoch.membership.epoch)
+            trusted = [r.step for r in checkpoints.list_checkpoints(folder) if r.trusted("checked")]
+            if trusted:
+                epoch.reporter.metrics.set("sdc_last_clean_checkpoint_step", max(trusted))
         except (OSError, SdcwatchError) as error:
             epoch.reporter.swallow("checkpoint", error)
 

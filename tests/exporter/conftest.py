@@ -52,17 +52,24 @@ def _rank(
 def ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ranks:
     """`ranks(function, size, *arguments)` runs `function(rank, size, *arguments)` on real gloo ranks.
 
-    Returns what each rank returned, in rank order; a rank that raised gives an `AssertionError` unless `raw=True`, which
-    returns ("value" | "error" | "exit" | "hung" | "died", what) pairs.
+    Returns what each rank returned, in rank order. A rank that raised gives an `AssertionError`, unless `raw=True`
+    asks for ("value" | "error" | "exit" | "hung" | "died", what) pairs.
     """
     monkeypatch.setenv("SDCWATCH_JOB", "test-job")
     monkeypatch.setenv("SDCWATCH_AGENT", "off")
+    import sdcwatch.monitor  # noqa: F401
     import torch
+    import torch._dynamo  # DDP's constructor imports it: seconds that every forked rank would pay again
 
     torch.set_num_threads(1)
 
     def run(
-        function: Callable[..., Any], size: int, *arguments: Any, raw: bool = False, timeout: float = 20, limit: float = 60
+        function: Callable[..., Any],
+        size: int,
+        *arguments: Any,
+        raw: bool = False,
+        timeout: float = 20,
+        limit: float = 60,
     ) -> list[Any]:
         context = multiprocessing.get_context("fork")
         out: Any = context.Queue()

@@ -123,11 +123,11 @@ def test_a_step_is_measured_at_both_ends(name: str) -> None:
     measure = watched.newest
     assert measure is not None
     assert (measure.step, watched.calls) == (7, 1)
-    assert measure.weights_begin == before != measure.weights_end == fingerprint(parameters)
+    assert measure.begin.weights == before != measure.weights_end == fingerprint(parameters)
     assert measure.state_end == state_fingerprint(optimizer, parameters)
-    assert (measure.state_begin == measure.state_end) is (name == "sgd")
+    assert (measure.begin.state == measure.state_end) is (name == "sgd")
     # fused kernels write parameters without telling autograd, on every rank alike
-    assert (measure.versions_end > measure.versions_begin) is ("fused" not in name)
+    assert (measure.versions_end > measure.begin.versions) is ("fused" not in name)
 
 
 @pytest.mark.parametrize("key", ["step", "lr", "eta"])
@@ -191,7 +191,7 @@ def test_the_gradient_as_the_step_began_is_in_the_measure() -> None:
     clean = fingerprint(p.grad for p in parameters)
     optimizer.step()
     assert watched.newest is not None
-    assert watched.newest.gradient_begin == clean
+    assert watched.newest.begin.gradient == clean
 
 
 def test_a_step_that_is_not_due_leaves_no_old_measure() -> None:

@@ -55,7 +55,6 @@ class Recorder:
         self._packed: list[tuple[bytes, MicroBatch]] = []
         self._shapes: list[str] = []
         self.failure: str | None = None
-        self.scale: float | None = None
         self.had_gradients = False
 
     def begin(self) -> None:
@@ -63,42 +62,26 @@ class Recorder:
         self._packed.clear()
         self._shapes.clear()
         self.failure = None
-        self.scale = None
 
     def loss(self, loss_fn: LossFunction, model: torch.nn.Module, batch: Any, *, audited: bool) -> Any:
         """Calls `loss_fn(model, batch)`, watching what it takes where the step is audited."""
         if not audited:
-            return self._watch_scale(loss_fn(model, batch))
+            return loss_fn(model, batch)
         try:
             taken = MicroBatch(batch, rng_state(self._device), _autocast(self._device))
             data = _dump(_own(batch))
             self._shapes.append(f"{signature(batch)};{taken.autocast}")
         except Exception:  # our border: pickling runs the batch's own code; the loss itself must run outside this block
             self.failure = "batch"
-            return self._watch_scale(loss_fn(model, batch))
+            return loss_fn(model, batch)
         loss = loss_fn(model, batch)
         if not isinstance(loss, torch.Tensor) or not loss.requires_grad:
             self.failure = "batch"
             return loss
         taken.batch = None
         self._packed.append((data, taken))
-        loss.register_hook(lambda seed: self._take_seed(taken, seed))
+        loss.register_hook(lambda seed: _take_seed(taken, seed))
         return loss
-
-    def _watch_scale(self, loss: Any) -> Any:
-        if isinstance(loss, torch.Tensor) and loss.requires_grad and loss.numel() == 1:
-            loss.register_hook(self._take_scale)
-        return loss
-
-    def _take_seed(self, taken: MicroBatch, seed: torch.Tensor) -> None:
-        taken.seed = seed.detach().clone()
-        if seed.numel() == 1:
-            self._take_scale(seed)
-
-    def _take_scale(self, seed: torch.Tensor) -> None:
-        # A host read of a device scalar would stall the stream, so only CPU runs compare the scale every step.
-        if seed.device.type == "cpu":
-            self.scale = float(seed.detach())
 
     def pack(self) -> bytes | None:
         """All micro-batches of the step as one payload, or None when there is nothing to replay."""
@@ -114,6 +97,10 @@ class Recorder:
     def signature(self) -> int:
         """uint64 of the structure, shapes, dtypes, autocast and number of the micro-batches."""
         return digest_bytes("|".join([*self._shapes, str(self.had_gradients)]).encode())
+
+
+def _take_seed(taken: MicroBatch, seed: torch.Tensor) -> None:
+    taken.seed = seed.detach().clone()
 
 
 def run(

@@ -20,16 +20,24 @@ from sdcwatch.fingerprint import can_fingerprint, digest_bytes, fingerprint
 
 
 @dataclass(frozen=True, slots=True)
+class StepBegin:
+    """What this rank held as `optimizer.step` began. Digests are uint64; versions are sums of version counters."""
+
+    gradient: int
+    weights: int
+    state: int
+    versions: int
+    hyperparameters: int
+
+
+@dataclass(frozen=True, slots=True)
 class StepMeasure:
-    """One `optimizer.step` as this rank saw it. Digests are uint64; versions count writes *during* that interval."""
+    """One whole `optimizer.step`, run in training step `step`."""
 
     step: int
-    gradient_begin: int
-    weights_begin: int
+    begin: StepBegin
     weights_end: int
-    state_begin: int
     state_end: int
-    versions_begin: int
     versions_end: int
 
 
@@ -59,8 +67,7 @@ class OptimizerWatch:
         self.parameters = parameters
         self.calls = 0
         self.newest: StepMeasure | None = None
-        self._begin: tuple[int, int, int, int] | None = None
-        self._versions = versions(parameters)
+        self._begin: StepBegin | None = None
         self._current_step = current_step
         self._due = due
         self._gate = gate
@@ -77,43 +84,31 @@ class OptimizerWatch:
             self._guard("weight_checksum", self._measure_begin)
 
     def _measure_begin(self) -> None:
-        written = self.written_since()
-        self._begin = (
-            fingerprint(p.grad for p in self.parameters),
-            fingerprint(self.parameters),
-            state_fingerprint(self.optimizer, self.parameters),
-            written,
+        self._begin = StepBegin(
+            gradient=fingerprint(p.grad for p in self.parameters),
+            weights=fingerprint(self.parameters),
+            state=state_fingerprint(self.optimizer, self.parameters),
+            versions=versions(self.parameters),
+            hyperparameters=hyperparameters_digest(self.optimizer),
         )
 
     def _after(self, *_: Any) -> None:
         self.calls += 1
         if self._begin is None:
             self.newest = None
-            self._versions = versions(self.parameters)
             return
         self._guard("weight_checksum", self._measure_end)
 
     def _measure_end(self) -> None:
         assert self._begin is not None
-        gradient, weights, state, written = self._begin
-        self.newest = None
-        during = self.written_since()
+        begin, self.newest = self._begin, None
         self.newest = StepMeasure(
             step=self._current_step(),
-            gradient_begin=gradient,
-            weights_begin=weights,
+            begin=begin,
             weights_end=fingerprint(self.parameters),
-            state_begin=state,
             state_end=state_fingerprint(self.optimizer, self.parameters),
-            versions_begin=written,
-            versions_end=during,
+            versions_end=versions(self.parameters),
         )
-
-    def written_since(self) -> int:
-        """How often parameters were written (in-place ops, `load_state_dict`) since this was last asked."""
-        now = versions(self.parameters)
-        written, self._versions = now - self._versions, now
-        return written
 
     def close(self) -> None:
         """Removes the hooks."""

@@ -178,15 +178,17 @@ class _Injection:
                 return value.view_as(value)
 
             @staticmethod
-            def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
                 if not injection._fires():
                     return gradient
                 wrong = gradient.contiguous().clone()
                 injection._hit(wrong)
                 return wrong
 
+        _apply: Any = Corrupt.apply
+
         def hook(module: torch.nn.Module, inputs: Any, output: Any) -> Any:
-            return Corrupt.apply(output) if isinstance(output, torch.Tensor) and output.requires_grad else output
+            return _apply(output) if isinstance(output, torch.Tensor) and output.requires_grad else output
 
         owner.register_forward_hook(hook)
 
@@ -198,7 +200,7 @@ class _Injection:
         self.parameter.register_post_accumulate_grad_hook(hook)
 
     def _install_reduced_gradient(self) -> None:
-        engine: Any = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
+        engine: Any = torch.autograd.Variable._execution_engine
 
         def strike() -> None:
             self._task = -1

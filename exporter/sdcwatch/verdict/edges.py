@@ -92,7 +92,7 @@ def read_table(group: Group, view: EdgeView, third: int | None = None) -> Findin
     if len(view.failing) == 1:
         (owner,) = view.failing
         return _not_reproducible(group, view, owner) or _with_third(group, view, owner, third)
-    return _other_pattern(group, view)
+    return _two_nodes(group, view) or _other_pattern(group, view)
 
 
 def needs_third(group: Group, view: EdgeView) -> int | None:
@@ -200,6 +200,22 @@ def _originals(group: Group, view: EdgeView) -> Finding | None:
         differing=apart,
         candidates=apart,
         contains=True,
+    )
+
+
+def _two_nodes(group: Group, view: EdgeView) -> Finding | None:
+    """With two nodes the edges of one bad node are those of the other, too: calibrated, so no software, and no name."""
+    if len(group.node_order) != 2:
+        return None
+    failing = tuple(sorted(view.failing))
+    return Finding(
+        "two nodes",
+        INCONCLUSIVE,
+        f"{len(failing)} of {len(view.judged)} replays disagree between the only two nodes, where they agreed before: "
+        "one of the two computes wrong, and with fewer than three nodes nobody can say which.",
+        differing=failing,
+        candidates=tuple(range(group.size)),
+        contains=any(view.disputed(owner) for owner in failing),
     )
 
 
