@@ -28,14 +28,18 @@ def draw(path: Path, scenario: plan.Scenario, facts: Facts) -> None:
     steps = [e for e in facts.log if e["kind"] == "step"]
     zero = min((e["time"] for e in steps), default=0.0)
     figure, axes = pyplot.subplots(figsize=(11, 4.5), layout="constrained")
-    for rank in sorted({e["rank"] for e in steps}):
-        mine = [e for e in steps if e["rank"] == rank]
+    colours = pyplot.rcParams["axes.prop_cycle"].by_key()["color"]
+    # One line for each life of a rank: nothing was measured between two of them.
+    for rank, pid in sorted({(e["rank"], e["pid"]) for e in steps}):
+        mine = [e for e in steps if (e["rank"], e["pid"]) == (rank, pid)]
+        first = pid == next(e["pid"] for e in steps if e["rank"] == rank)
         axes.plot(
             [e["time"] - zero for e in mine],
             [e["gradient_norm"] for e in mine],
             marker=".",
             linewidth=1,
-            label=f"rank {rank}",
+            color=colours[rank % len(colours)],
+            label=f"rank {rank}" if first else None,
         )
     top = max((e["gradient_norm"] for e in steps), default=1.0) * 1.35
     for place, (name, (text, colour)) in enumerate(MARKS.items()):
