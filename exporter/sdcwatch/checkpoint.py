@@ -273,12 +273,18 @@ def last_clean(directory: Path | str, trust: str = "checked") -> CheckpointRecor
 
 
 def resume_point(directory: Path | str) -> CheckpointRecord | None:
-    """The checkpoint to resume from: as trusted as the newest released latch in this folder asks, else checked.
+    """The checkpoint to resume from: the newest checked one, but as trusted as the newest released latch asks.
 
+    What that latch asks holds for checkpoints written before its release; those of later epochs need to be checked.
     Its bytes have been compared with the manifest. Local, not collective; None means: start from the beginning.
     """
     released = released_latches(directory)
-    return last_clean(directory, released[-1].latch.trust_needed if released else "checked")
+    for record in reversed(list_checkpoints(directory)):
+        asked = released[-1].latch.trust_needed if released and record.time <= released[-1].release.time else "checked"
+        if record.trusted(asked):
+            with contextlib.suppress(CheckpointError):
+                return verify(record.path)
+    return None
 
 
 def promote(

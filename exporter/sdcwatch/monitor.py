@@ -29,7 +29,7 @@ from sdcwatch.epoch import Epoch, Watched
 from sdcwatch.errors import CheckpointError, ConfigurationError, SdcwatchError
 from sdcwatch.exchange import Exchange, last_rows
 from sdcwatch.identity import job_name, take
-from sdcwatch.latch import refuse_start, released_latches
+from sdcwatch.latch import refuse_start
 from sdcwatch.observation import ErrorCode, Row
 from sdcwatch.report import Reporter, log
 from sdcwatch.settings import Settings, disabled
@@ -340,21 +340,6 @@ class Monitor:
     def _writer(self) -> int:
         assert self._epoch is not None
         return self._epoch.membership.reporters()[0]
-
-    def resume_point(self) -> checkpoints.CheckpointRecord | None:
-        """The newest checkpoint to resume from, or None: as trusted as the newest released latch asks, else checked.
-
-        Its bytes have been verified against the manifest. Local, not collective: `checkpoint_dir` is shared.
-
-        Raises:
-            ConfigurationError: no `checkpoint_dir`.
-        """
-        folder = self._settings.checkpoint_dir
-        if folder is None:
-            raise ConfigurationError("resume_point needs checkpoint_dir=")
-        released = released_latches(folder)
-        newest = max(released, key=lambda r: r.latch.time, default=None)
-        return checkpoints.last_clean(folder, newest.latch.trust_needed if newest else "checked")
 
     def _promote(self, checked: int | None, verified: int | None) -> None:
         """Raises the trust of this epoch's checkpoints when steps behind them proved clean."""

@@ -54,6 +54,7 @@ class Reporter:
         self._interval = interval
         self._written = 0.0
         self._swallowed: set[str] = set()
+        self._ran: dict[str, float] = {}
         self.metrics = RankMetrics(
             self.identity.labels(),
             writes_node=self.identity.local_rank == 0,
@@ -112,7 +113,6 @@ class Reporter:
 
     def _count(self, judgement: Judgement, row: Row, checked: int | None, verified: int | None) -> None:
         metrics = self.metrics
-        now = time.time()
         for check, outcome in judgement.checks:
             if outcome.startswith("skipped:"):
                 metrics.inc("sdc_skips_total", check=check, reason=outcome.removeprefix("skipped:"))
@@ -122,11 +122,14 @@ class Reporter:
                 metrics.inc("sdc_checks_skipped_total")
             else:
                 metrics.inc("sdc_checks_total", check=check)
+                self._ran[check] = time.time()
         for check, sizes in judgement.group_sizes.items():
-            if sizes:
-                metrics.set("sdc_replica_groups", round(sum(1 / size for size in sizes)), check=check)
-                metrics.set("sdc_replica_group_size", sizes[self.rank])
-        metrics.set("sdc_last_check_timestamp_seconds", now)
+            metrics.set("sdc_replica_groups", round(sum(1 / size for size in sizes)), check=check)
+        if judgement.group_sizes:
+            smallest = min(sizes[self.rank] for sizes in judgement.group_sizes.values())
+            metrics.set("sdc_replica_group_size", smallest)
+        if self._ran:
+            metrics.set("sdc_last_check_timestamp_seconds", min(self._ran.values()))
         if row.local_norm is not None:
             metrics.set("sdc_gradient_norm", row.local_norm)
         if judgement.deviations:
