@@ -302,6 +302,20 @@ def test_a_rejected_case_releases_the_latch_and_is_not_taken_up_again(world: Any
     assert len(rig.cases()) == 1
 
 
+def test_an_old_event_does_not_come_back_with_a_new_doorbell(world: Any) -> None:
+    """One agent's word about a newer event opens a case; the event that a person rejected is no proof in it."""
+    rig = world(mode="approve")
+    rig.fault(2)
+    rig.rounds(2, seconds=1)
+    path = f"/v1/cases/{rig.case()['id']}/reject"
+    assert rig.send("POST", path, token="approve", json={"by": "Ada"}).status_code == 200
+    rig.rounds(2, seconds=1)
+    rig.fault(2, ring=False, by=[MEMBERS[0].instance_id], step=900)
+    rig.rounds(3, seconds=1)
+    assert [case["state"] for case in rig.cases()] == ["closed", "unproven"]
+    assert rig.provider.calls == []
+
+
 def test_two_suspects_in_one_event_freeze(world: Any) -> None:
     """An event that names two instances is a bad detector or build: frozen, nothing touched."""
     rig = world()
