@@ -26,7 +26,7 @@ class Server:
     """Where the service listens and who may ask what."""
 
     host: str = _setting("127.0.0.1", "Address to listen on. Beyond loopback, tls_* or behind_proxy is required.")
-    port: int = _setting(9099, "TCP port; 0 lets the system choose.", minimum=0)
+    port: int = _setting(9479, "TCP port; 0 lets the system choose.", minimum=0)
     tls_cert_file: str = _setting("", "PEM certificate chain; with tls_key_file it turns TLS on.")
     tls_key_file: str = _setting("", "PEM private key.")
     behind_proxy: bool = _setting(False, "True: something in front ends TLS, so a wider address without it is meant.")
@@ -60,7 +60,7 @@ class Cluster:
 class Agents:
     """How the node agents are asked for the proof."""
 
-    port: int = _setting(9464, "Port of every node agent.", minimum=1)
+    port: int = _setting(9478, "Port of every node agent.", minimum=1)
     scheme: str = _setting("http", "http or https.", choices=("http", "https"))
     events_token_file: str = _setting("", "First line: bearer token for GET /events. Required.")
     latch_token_file: str = _setting("", "First line: bearer token for POST /latch/release. Required unless observe.")

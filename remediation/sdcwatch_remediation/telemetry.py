@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator
 
-from prometheus_client import CollectorRegistry, Counter, Gauge
+from prometheus_client import CollectorRegistry, Counter, Gauge, disable_created_metrics
 from prometheus_client.core import GaugeMetricFamily, Metric
 
 from sdcwatch_remediation import catalog
@@ -26,6 +26,7 @@ class Telemetry:
 
     def __init__(self, registry: CollectorRegistry | None = None) -> None:
         """Register every counter of the catalogue on `registry` (a new one by default)."""
+        disable_created_metrics()  # a second series for every counter, which no rule and no dashboard reads
         self.registry = registry or CollectorRegistry()
         self._counters = {
             metric.name: Counter(metric.name.removesuffix("_total"), metric.help, metric.labels, registry=self.registry)

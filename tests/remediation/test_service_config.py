@@ -185,3 +185,15 @@ def test_the_catalogue_is_sound() -> None:
         assert (metric.kind == "counter") == metric.name.endswith("_total")
         assert metric.help.endswith(".")
     Telemetry()
+
+
+def test_counters_are_one_series_each() -> None:
+    """No `_created` twin: a second series a counter would be stored and read by nobody."""
+    from prometheus_client import generate_latest
+    from sdcwatch_remediation.telemetry import Telemetry
+
+    telemetry = Telemetry()
+    telemetry.count("sdc_remediation_errors_total", "case")
+    text = generate_latest(telemetry.registry).decode()
+    assert "sdc_remediation_errors_total{" in text
+    assert "_created" not in text

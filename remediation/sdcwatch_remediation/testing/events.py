@@ -78,7 +78,7 @@ def alert(member: Member, rank: int, /, **labels: str) -> dict[str, Any]:
             "gpu_uuid": f"CPU-{member.instance_id}-0",
             "rank": str(rank),
             "check": "replay",
-            "instance": "10.0.0.9:9464",
+            "instance": "10.0.0.9:9478",
             **labels,
         },
         "annotations": {"summary": "a rank computes other gradients"},
