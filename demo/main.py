@@ -54,7 +54,8 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parse(argv)
     scenario = plan.SCENARIOS[arguments.fault]
     ports = plan.Ports(**{name: getattr(arguments, f"{name}_port") for name in plan.PORT_NAMES})
-    signal.signal(signal.SIGTERM, _interrupt)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, _interrupt)
     with Screen(f"FAULT={scenario.name}, {scenario.title}") as screen:
         try:
             out = prepare(arguments.out)
@@ -139,6 +140,8 @@ class Demo:
                 clean = self.reference()
                 facts = self.faulty(pager)
         finally:
+            for number in (signal.SIGTERM, signal.SIGINT):
+                signal.signal(number, signal.SIG_IGN)  # a second Ctrl-C must not leave half of it behind
             self.screen.say("ending everything that was started")
             self.processes.end_all()
         return self.finish(facts, clean, time.monotonic() - began)

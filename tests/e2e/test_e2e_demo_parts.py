@@ -6,6 +6,7 @@ import dataclasses
 import importlib
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -223,6 +224,36 @@ def test_folder_that_is_not_the_demos_own_is_left_alone(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert "--out" in done.stderr
     assert (tmp_path / "thesis.tex").read_text() == "precious"
+
+
+@pytest.mark.needs("prometheus", "alertmanager", "module:torch")
+def test_interrupt_ends_everything_that_was_started(stage: Any, tmp_path: Path) -> None:
+    """Ctrl-C in the middle of the reference run: status 130, and no process of this run is left."""
+    out = tmp_path / "out"
+    words = [sys.executable, str(ROOT / "demo" / "main.py"), "--fault", "none", "--out", str(out)]
+    environment = {**os.environ, **free_ports(stage("plan").PORT_NAMES)}
+    with open(tmp_path / "said", "wb") as said:
+        demo = subprocess.Popen(words, env=environment, stdout=said, stderr=said)
+    log = out / "logs" / "reference.log"
+    deadline = time.monotonic() + 60
+    while not (log.exists() and left(out) > 6):
+        assert demo.poll() is None, (tmp_path / "said").read_text()
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    demo.send_signal(signal.SIGINT)
+    assert demo.wait(60) == 130, (tmp_path / "said").read_text()
+    assert left(out) == 0
+
+
+def left(out: Path) -> int:
+    """How many processes have this run's folder in their words."""
+    found = 0
+    for words in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            found += str(out).encode() in words.read_bytes()
+        except OSError:
+            continue
+    return found
 
 
 def test_end_reaches_grandchildren_that_outlive_their_parent(stage: Any, tmp_path: Path) -> None:
