@@ -10,19 +10,22 @@ import os
 import threading
 import time
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from sdcwatch._version import __version__
+from sdcwatch.agent import openmetrics
 from sdcwatch.agent.counters import CounterChain
 from sdcwatch.agent.merge import EpochSeries, merge_job
 from sdcwatch.agent.node import Node
+from sdcwatch.agent.openmetrics import Exemplar
 from sdcwatch.agent.rank_file import RankFileReader
 from sdcwatch.agent.state import StateFile
 from sdcwatch.agent.tally import Tally
 from sdcwatch.catalog import METRICS
 from sdcwatch.exposition import render, series
-from sdcwatch.spool_reader import epoch_ranks, iter_epochs, iter_jobs, iter_journal
+from sdcwatch.spool_reader import RankFiles, epoch_ranks, iter_epochs, iter_jobs, iter_journal
 
 #: Most series that one agent serves, by scope, whatever its ranks write.
 TOTAL_CAPS = {"rank": 8192, "node": 1024, "job": 4096}
@@ -32,10 +35,36 @@ _Rows = list[tuple[str, str, float]]
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """One read of the spool. `time` is unix seconds, taken before the first file was read."""
+    """One read of the spool.
+
+    Attributes:
+        time: unix seconds, taken before the first file was read.
+        rows: (family, series text, value) of everything that is served.
+        exemplars: which event last moved a counter, by series text.
+    """
 
     time: float
-    text: str
+    rows: tuple[tuple[str, str, float], ...]
+    exemplars: Mapping[str, Exemplar]
+
+    @property
+    def text(self) -> str:
+        """The Prometheus text format."""
+        return render(self.rows)
+
+    @property
+    def openmetrics(self) -> str:
+        """The same samples as OpenMetrics, with exemplars."""
+        return openmetrics.render(self.rows, self.exemplars)
+
+
+@dataclass(frozen=True, slots=True)
+class _Journal:
+    """What one version of a journal holds: times of its events (unix seconds), and their exemplars."""
+
+    version: tuple[int, int]
+    times: tuple[float, ...]
+    exemplars: Mapping[str, Exemplar]
 
 
 class Collector:
@@ -52,7 +81,7 @@ class Collector:
         self._state = state
         self._tally = tally
         self._reader = RankFileReader(node, tally)
-        self._journals: dict[Path, tuple[tuple[int, int], tuple[float, ...]]] = {}
+        self._journals: dict[Path, _Journal] = {}
         self._lock = threading.Lock()
 
     def collect(self) -> Snapshot:
@@ -68,7 +97,7 @@ class Collector:
                     ranks = []
                     for files in epoch_ranks(job, epoch):
                         alive += files.alive
-                        pending += self._pending(files.journal)
+                        pending += self._pending(files)
                         paths |= {files.metrics, files.journal}
                         accepted = self._reader.read(files)
                         if accepted:
@@ -80,7 +109,11 @@ class Collector:
             for path in self._journals.keys() - paths:
                 del self._journals[path]
             rows = self._capped(rows) + self._own(alive, pending)
-            return Snapshot(now, render(rows))
+            exemplars: dict[str, Exemplar] = {}
+            for journal in self._journals.values():
+                for text, exemplar in journal.exemplars.items():
+                    openmetrics.keep_newest(exemplars, text, exemplar)
+            return Snapshot(now, tuple(rows), exemplars)
 
     def _capped(self, rows: _Rows) -> _Rows:
         counts: Counter[str] = Counter()
@@ -94,17 +127,23 @@ class Collector:
                 self._tally.drop("cap")
         return kept
 
-    def _pending(self, journal: Path) -> int:
+    def _pending(self, files: RankFiles) -> int:
         try:
-            facts = os.lstat(journal)
+            facts = os.lstat(files.journal)
         except OSError:
             return 0
         version = (facts.st_size, facts.st_mtime_ns)
-        known = self._journals.get(journal)
-        if known is None or known[0] != version:
-            known = self._journals[journal] = (version, tuple(when for when, _, _ in iter_journal(journal)))
+        known = self._journals.get(files.journal)
+        if known is None or known.version != version:
+            times: list[float] = []
+            exemplars: dict[str, Exemplar] = {}
+            for when, _, event in iter_journal(files.journal):  # one at a time: a line may be megabytes long
+                times.append(when)
+                for text, exemplar in openmetrics.exemplars_of([event], files.job).items():
+                    openmetrics.keep_newest(exemplars, text, exemplar)
+            known = self._journals[files.journal] = _Journal(version, tuple(times), exemplars)
         last = self._state.last_scrape
-        return len(known[1]) if last is None else sum(when > last for when in known[1])
+        return len(known.times) if last is None else sum(when > last for when in known.times)
 
     def _own(self, alive: int, pending: int) -> _Rows:
         labels = tuple(self._node.labels().items())

@@ -16,7 +16,7 @@ from typing import Any, cast
 from urllib.parse import parse_qs, urlsplit
 
 from sdcwatch._version import __version__
-from sdcwatch.agent import release
+from sdcwatch.agent import openmetrics, release
 from sdcwatch.agent.collector import Collector
 from sdcwatch.agent.node import Node
 from sdcwatch.agent.server import IO_SECONDS
@@ -84,7 +84,11 @@ class AgentHandler(BaseHTTPRequestHandler):
         if routes.metrics_token is not None and not self._admitted(routes.metrics_token, "--metrics-token-file"):
             return
         snapshot = routes.collector.collect()
-        self._send(200, snapshot.text.encode("utf-8", errors="replace"), CONTENT_TYPE)
+        if openmetrics.wanted(self.headers.get("Accept")):
+            text, kind = snapshot.openmetrics, openmetrics.CONTENT_TYPE
+        else:
+            text, kind = snapshot.text, CONTENT_TYPE
+        self._send(200, text.encode("utf-8", errors="replace"), kind, ("Vary", "Accept"))
         if self.headers.get(SCRAPE_HEADER):
             routes.state.scraped(snapshot.time)
 
