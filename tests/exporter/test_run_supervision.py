@@ -174,6 +174,18 @@ def test_halted_launcher_is_started_afresh_after_the_release(node: MakeNode) -> 
     assert latches.read_release(a.spool, LATCH.latch_id).by == "service"  # type: ignore[union-attr]
 
 
+def test_latch_that_names_somebody_is_never_released_by_the_job(node: MakeNode) -> None:
+    """Every node passes preflight, and still the named node's case decides, not the job."""
+    a = node()
+    assert a.shared is not None
+    a.start(
+        halting(dataclasses.replace(LATCH, nodes=(latches.LatchNode("node-a", "i-a"),)), a.shared), "--latch-wait", "1"
+    )
+    assert a.status() == 86
+    assert "preflight on node-a: pass" in a.said()
+    assert latches.read_latch(a.shared) is not None
+
+
 def test_release_in_the_own_spool_frees_the_shared_folder_too(node: MakeNode) -> None:
     """The agent of one node released its own copy: every node that shares the checkpoint folder goes on."""
     a, b = node("a"), node("b")
