@@ -150,6 +150,10 @@ _METRICS = (
     ),
     Metric("sdc_check_seconds_total", "counter", "Time spent in a check", "seconds", "node", ("check",), _CHECK),
     Metric("sdc_step_seconds_total", "counter", "Time spent in steps, checks included", "seconds", "node"),
+    Metric(
+        "sdc_drill_timestamp_seconds", "gauge", "When a drill of the alert path was sent from this node", "seconds",
+        "node", ("drill",), merge="max",
+    ),
     Metric("sdc_build_info", "info", "Version of the agent", "", "agent", ("version",)),
     Metric("sdc_agent_ranks_seen", "gauge", "Ranks of this node whose process is alive", "", "agent"),
     Metric("sdc_agent_events_pending", "gauge", "Events that no scrape has seen yet", "", "agent"),

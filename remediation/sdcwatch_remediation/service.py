@@ -121,6 +121,7 @@ class Service:
             cases, closed = self.store.cases(open_only=True), self.store.outcomes()
             usage = self.ledger.usage(self.config.cluster.name, "", besides="")
             stopped = float(bool(self.context.stop()))
+            drills = self.store.drills()
         except StoreUnavailable:
             # Gauges that cannot be computed are absent; readyz says why.
             return {"sdc_remediation_mode": modes}
@@ -142,6 +143,7 @@ class Service:
                 ("per_day",): float(max(0, policy.per_day - usage.last_day)),
             },
             "sdc_remediation_stopped": {(): stopped},
+            "sdc_remediation_drill_timestamp_seconds": {(drill,): when for drill, when in drills.items()},
             "sdc_remediation_mode": modes,
         }
 

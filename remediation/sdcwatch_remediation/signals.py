@@ -16,6 +16,9 @@ from sdcwatch_remediation.alertmanager import Alert
 DOORBELL = "SDCReplicaMismatch"
 """The one alert name that opens cases."""
 
+DRILL = "SDCDrill"
+"""The alert name of a drill: recorded, shown as received, and acted on by nothing."""
+
 INSTANCE = re.compile(r"i-[0-9a-f]{17}", re.ASCII)
 NODE = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9.-]{0,251}[A-Za-z0-9])?", re.ASCII)
 CLUSTER = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9-]{0,61}[A-Za-z0-9])?", re.ASCII)
@@ -23,6 +26,7 @@ JOB = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:@=+-]{0,127}", re.ASCII)
 GPU = re.compile(r"(?:GPU|MIG|CPU)-[A-Za-z0-9.-]{1,280}", re.ASCII)
 RANK = re.compile(r"[0-9]{1,6}", re.ASCII)
 CHECK = re.compile(r"[a-z_]{1,64}", re.ASCII)
+DRILL_ID = re.compile(r"[0-9a-f]{8}", re.ASCII)
 
 _PATTERNS = {
     "training_instance": INSTANCE,
@@ -57,12 +61,16 @@ class NoSignal:
 
     index: int
     result: str
-    """`ignored` (not ours to act on), `resolved`, or `rejected` (ours by name, but not well-formed)."""
+    """`ignored` (not ours to act on), `resolved`, `drill`, or `rejected` (ours by name, but not well-formed)."""
     reason: str
+    drill: str = ""
+    """Id of the drill whose alert this is; empty for every other alert."""
 
 
 def derive(alert: Alert, cluster: str) -> Signal | NoSignal:
     """Judge one alert; `cluster` is the cluster that this service looks after."""
+    if alert.labels.get("alertname") == DRILL and alert.labels.get("category") == "sdc":
+        return _drill(alert, cluster)
     if alert.labels.get("alertname") != DOORBELL or alert.labels.get("category") != "sdc":
         return NoSignal(alert.index, "ignored" if not alert.problem else "rejected", alert.problem or "not a doorbell")
     if alert.problem:
@@ -90,3 +98,16 @@ def derive(alert: Alert, cluster: str) -> Signal | NoSignal:
         rank=int(labels["rank"]),
         check=labels["check"],
     )
+
+
+def _drill(alert: Alert, cluster: str) -> NoSignal:
+    drill = alert.labels.get("drill", "")
+    if alert.problem:
+        return NoSignal(alert.index, "rejected", alert.problem)
+    if alert.status == "resolved":
+        return NoSignal(alert.index, "resolved", "the end of a drill's alert")
+    if not DRILL_ID.fullmatch(drill):
+        return NoSignal(alert.index, "rejected", f"label drill is not of the form {DRILL_ID.pattern}")
+    if alert.labels.get("training_cluster") != cluster:
+        return NoSignal(alert.index, "rejected", f"another cluster; this service looks after {cluster}")
+    return NoSignal(alert.index, "drill", f"{drill}: a drill arrived; no action is taken on one", drill)

@@ -29,6 +29,12 @@ from sdcwatch_remediation.states import INITIAL, STATES, allowed
 AuditLine = dict[str, Any]
 """`time`, `case`, `step` and `detail`, as it goes to stdout."""
 
+DRILLS_SHOWN = 16
+"""Most drills that `/metrics` shows: the newest."""
+
+DRILL_WINDOW = 10_000
+"""Newest signals among which drills are looked for, so that a scrape stays cheap however old the database is."""
+
 GONE = ("replaced", "replaced_by_others")
 """Outcomes after which the instance is gone: there is nothing to watch."""
 
@@ -77,6 +83,8 @@ class Store:
             for item in derived:
                 if isinstance(item, NoSignal):
                     result, reason, case_id = item.result, item.reason, ""
+                    if item.drill:
+                        self.audit_in(connection, lines, "", "drill_received", {"drill": item.drill}, now)
                 else:
                     result, reason, case_id = self._ring(connection, item, now, lines)
                 row = {"result": result, "reason": reason, "case_id": case_id}
@@ -199,6 +207,24 @@ class Store:
         query = select(table.c.outcome, func.count()).where(table.c.closed_at.is_not(None)).group_by(table.c.outcome)
         with self.database.read() as connection:
             return {str(outcome): int(count) for outcome, count in connection.execute(query)}
+
+    def drills(self) -> dict[str, float]:
+        """Return when the alert of each of the newest drills first arrived, in unix seconds, by drill id."""
+        table, times = schema.signals, schema.deliveries
+        newest = select(func.max(table.c.id)).scalar_subquery()
+        query = (
+            select(table.c.reason, times.c.received_at)
+            .join(times, table.c.delivery_id == times.c.id)
+            .where(table.c.id > newest - DRILL_WINDOW, table.c.result == "drill")
+            .order_by(table.c.id.desc())
+        )
+        found: dict[str, float] = {}
+        with self.database.read() as connection:
+            for reason, received_at in connection.execute(query):
+                drill = str(reason).partition(":")[0]
+                if drill in found or len(found) < DRILLS_SHOWN:
+                    found[drill] = float(received_at)  # newest first, so the first arrival is written last
+        return found
 
     def watched(self) -> list[Case]:
         """Return the newest closed case of each instance that may still report something new."""
