@@ -19,7 +19,7 @@ TEST_WORKERS ?= 2
 PYTHON := .venv/bin/python
 export PATH := $(CURDIR)/.tools/bin:$(CURDIR)/.venv/bin:$(PATH)
 export PYTHON3 TORCH_VERSION TORCH_INDEX
-CODE := exporter remediation tests $(wildcard demo dashboards benchmarks)
+CODE := exporter remediation tests $(wildcard alert_rules demo dashboards benchmarks)
 
 .PHONY: help setup demo test test-integrations lint types imports unit format lock clean distclean
 

@@ -21,7 +21,13 @@ CASE_FILES = sorted(HERE.glob("*.test.yaml"))
 RUNBOOK_BASE = "https://example.com/sdcwatch/runbooks"
 SECTIONS = ["Meaning", "Impact", "Diagnosis", "Mitigation", "What remediation does"]
 #: Alerts whose value is, or whose annotation looks up, the time of what happened.
-WITH_EVENT_TIME = {"SDCReplicaMismatch", "SDCRepeatOffender", "SDCUnattributedMismatch", "SDCTrainingStalled"}
+WITH_EVENT_TIME = {
+    "SDCReplicaMismatch",
+    "SDCRepeatOffender",
+    "SDCUnattributedMismatch",
+    "SDCTrainingStalled",
+    "SDCCorrelatedHardwareError",
+}
 #: What Prometheus 2.42 does not have.
 TOO_NEW = re.compile(r"\b(info|limitk|limit_ratio|mad_over_time|double_exponential_smoothing|sort_by_label)\s*\(")
 

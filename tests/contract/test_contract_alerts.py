@@ -25,7 +25,7 @@ KNOWN = set(exported.METRICS) | set(SERVICE)
 
 def places() -> Iterator[Path]:
     for pattern in (
-        "alert_rules/*.yaml", "alert_rules/kubernetes/**/*.yaml", "alert_rules/runbooks/*.md", "dashboards/*.json",
+        "alert_rules/*.yaml", "alert_rules/*/**/*.yaml", "alert_rules/runbooks/*.md", "dashboards/*.json",
         "dashboards/*.py", "docs/**/*.md", "*.md", "*/README.md", "compose.yaml",
     ):  # fmt: skip
         yield from sorted(ROOT.glob(pattern))
