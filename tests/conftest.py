@@ -26,7 +26,10 @@ def _find(part: str) -> Path | None:
     """Where `part` is: a program's path, or for `module:name` the module's file; None where it is missing."""
     kind, _, name = part.rpartition(":")
     if kind == "module":
-        spec = importlib.util.find_spec(name)
+        try:
+            spec = importlib.util.find_spec(name)
+        except ModuleNotFoundError:  # a parent package of `name` is missing
+            return None
         return Path(spec.origin) if spec is not None and spec.origin else None
     found = shutil.which(name, path=os.pathsep.join([str(_TOOLS), os.environ.get("PATH", "")]))
     return Path(found) if found else None

@@ -1,7 +1,8 @@
 """`sdcwatch agent`: serves one node's spool until it is told to stop.
 
-One process a node and user (the lock in the spool decides), no torch, no outgoing connection. It outlives ranks, and
-all that it must remember lies in the spool, so it can be killed at any time. Standard library only.
+One process a node and user (the lock in the spool decides), no torch, no outgoing connection but OTLP's where that is
+asked for. It outlives ranks, and all that it must remember lies in the spool, so it can be killed at any time.
+Standard library only.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from sdcwatch.agent import node as nodes
+from sdcwatch.agent import otlp_options
 from sdcwatch.agent.collector import Collector
 from sdcwatch.agent.expiry import Expiry
 from sdcwatch.agent.handler import AgentHandler, Routes
@@ -54,6 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--keep", type=float, default=3600.0, metavar="SECONDS", help="how long series of dead ranks stay (3600)")
     add("--linger", type=float, metavar="SECONDS", help="exit this long after the last rank ended (default: never)")
     add("--textfile", type=Path, metavar="PATH", help="write the metrics here too, for node_exporter")
+    otlp_options.add_arguments(parser)
     add("--started-by-rank", action="store_true", help="this agent belongs to the job that started it")
 
 
@@ -80,6 +83,7 @@ def main(arguments: argparse.Namespace) -> int:
         }
     )
     events, latch, metrics, context = _secrets(arguments, settings)
+    otlp = otlp_options.take(arguments)
     address = (settings.agent_host, 0 if any_port else settings.agent_port)
     node = nodes.take(settings)
     tally = Tally()
@@ -101,6 +105,8 @@ def main(arguments: argparse.Namespace) -> int:
             server.routes = Routes(root, node, collector, state, tally, metrics, events, latch)
             scheme = "http" if context is None else "https"
             where = f"{scheme}://{address[0]}:{port}/metrics"
+            if otlp is not None:
+                opened.enter_context(_pushing(otlp, root, node, collector))
             print(f"sdcwatch agent: {where} serves node {node.node}, spool {root}", flush=True)
             _serve(server, _Housekeeping(arguments, root, node, collector, tally), asked)
     except SpoolError as error:
@@ -135,6 +141,14 @@ def _secrets(
     )
     context = tls_context(arguments.tls_cert, arguments.tls_key) if arguments.tls_cert else None
     return events, latch, metrics, context
+
+
+def _pushing(
+    options: otlp_options.OtlpOptions, root: Path, node: nodes.Node, collector: Collector
+) -> contextlib.AbstractContextManager[None]:
+    from sdcwatch.agent import otlp  # a rank imports this module too, to start an agent, and needs none of it
+
+    return otlp.pushing(options, root, node, collector)
 
 
 def _is_loopback(host: str) -> bool:
