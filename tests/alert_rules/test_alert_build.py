@@ -135,7 +135,11 @@ def test_a_cluster_label_of_ones_own_is_kept_by_every_rule_and_route(require: Re
         for kind, labels in re.findall(r"\b(by|on) \(([^)]*)\)", rule["expr"]):
             parts = {label.strip() for label in labels.split(",")}
             # Joins on one target, one GPU or one reason are within one cluster already.
-            assert "k8s_cluster" in parts or parts <= {"UUID", "gpu_uuid", "reason"}, (rule["alert"], kind, labels)
+            assert "k8s_cluster" in parts or parts <= {"UUID", "gpu_uuid", "reason", "drill"}, (
+                rule["alert"],
+                kind,
+                labels,
+            )
         for text in rule["annotations"].values():
             for selector in re.findall(r"training_job=%q[^}]*", text):
                 assert "k8s_cluster=%q" in selector, (rule["alert"], selector)

@@ -33,6 +33,8 @@ def rule_labels() -> list[tuple[str, str]]:
 def expected_receivers(name: str, severity: str) -> str:
     if name == "SDCReplicaMismatch":
         return "automation,page"
+    if name == "SDCDrill":
+        return "automation"
     if name == "SDCWatchdog":
         return "watchdog"
     if name in {"SDCUnattributedMismatch", "SDCTrainingStalled"}:
