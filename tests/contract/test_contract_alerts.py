@@ -83,11 +83,14 @@ def test_the_page_carries_the_labels_of_the_contract() -> None:
     )
 
 
-def test_automation_hears_only_of_alerts_that_name_a_rank() -> None:
-    """The route's alert is the one whose labels the contract describes."""
+def test_automation_hears_only_of_alerts_that_name_a_rank_and_of_drills() -> None:
+    """The routes' alerts are the ones whose labels the contract describes."""
     routes = yaml.safe_load((ROOT / "alert_rules" / "alertmanager.yaml").read_text())["route"]["routes"]
     automation = [route for route in routes if route["receiver"] == "automation"]
-    assert [route["matchers"] for route in automation] == [['category="sdc"', 'alertname="SDCReplicaMismatch"']]
+    assert [route["matchers"] for route in automation] == [
+        ['category="sdc"', f'alertname="{name}"'] for name in ("SDCReplicaMismatch", "SDCDrill")
+    ]
+    assert ["continue" in route for route in automation] == [True, False], "a drill must go nowhere else"
 
 
 def test_state_deadlines_of_the_stuck_alert_cover_every_open_state() -> None:
