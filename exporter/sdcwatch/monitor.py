@@ -235,7 +235,7 @@ class Monitor:
         if settings.agent == "auto" and membership.identities[exchange.rank].local_rank == 0:
             trouble = ensure_agent(settings)
             if trouble:
-                log.warning("sdcwatch: no agent serves this node's metrics: %s", trouble)
+                log.warning("sdcwatch: %s", trouble)
         reporter.state("starting")
         _live.append(self)
 

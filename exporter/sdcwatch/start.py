@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from sdcwatch.errors import ConfigurationError
@@ -78,6 +79,12 @@ def unwrap(model: torch.nn.Module) -> DistributedDataParallel:
         raise ConfigurationError(
             f"Monitor needs a DistributedDataParallel model, got {type(model).__name__}: wrap it first, "
             "ddp_model = DistributedDataParallel(model), and pass ddp_model"
+        )
+    held, all_ranks = dist.get_world_size(inner.process_group), dist.get_world_size()
+    if held != all_ranks:
+        raise ConfigurationError(
+            f"this model's process group holds {held} of {all_ranks} ranks: "
+            "replica groups smaller than the job are not supported; give DDP the default group"
         )
     if any(isinstance(m, DistributedDataParallel) for m in inner.module.modules()):
         raise ConfigurationError(

@@ -82,6 +82,23 @@ def test_a_model_without_ddp_is_refused_with_the_line_to_write(ranks: Any, tmp_p
     assert ranks(loop, 2, str(tmp_path), {}, body) == [True, True]
 
 
+def test_a_process_group_smaller_than_the_job_is_refused(ranks: Any, tmp_path: Path) -> None:
+    """Rank numbers of a subgroup are not those of the job, so nobody could be named rightly."""
+
+    def body(rank: int, ddp: Any, optimizer: Any, make: Any, batches: Any) -> Any:
+        import torch.distributed as dist
+        from torch import nn
+        from torch.nn.parallel import DistributedDataParallel
+
+        groups = [dist.new_group([0, 1]), dist.new_group([2])]
+        model = DistributedDataParallel(nn.Linear(16, 8), process_group=groups[rank // 2])
+        with pytest.raises(ValueError, match="of 3 ranks"):
+            make(model=model)
+        return True
+
+    assert ranks(loop, 3, str(tmp_path), {}, body) == [True] * 3
+
+
 def test_one_ranks_bad_setting_is_the_same_error_on_all(ranks: Any, tmp_path: Path) -> None:
     """A typo, a wrong value and a value that differs: named, with the rank, on every rank."""
 

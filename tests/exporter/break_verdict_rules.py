@@ -1,0 +1,134 @@
+"""Breaks each verdict rule once, in a copy, and shows that a test turns red: `make mutants`.
+
+A rule whose breakage no test notices is a rule that the next change may lose. Each row names a file of the verdict
+engine, the text to break, what to put there, and the test file that must notice. Exits 1 when a broken rule survives
+or a row matches nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+#: (file, text, broken text, test file), one a rule.
+RULES = (
+    ("partition.py", "if 2 * count <= group.size:", "if 2 * count < group.size:", "weights"),
+    ("partition.py", "if 2 * held <= len(order):", "if False:", "weights"),
+    ("partition.py", "return len(set(zip(before, after, strict=True))) > len(set(before))", "return False", "weights"),
+    ("weights.py", "first = not seen_weights and splits(old_weights, weights)", "first = False", "weights"),
+    ("weights.py", "if splits(stage.before, part):", "if part:", "weights"),
+    (
+        "weights.py",
+        "if gradient_differs or since is None or needed is None or since > needed:",
+        "if False:",
+        "weights",
+    ),
+    ("weights.py", 'if not columns.same("gradient_begin"):', "if False:", "weights"),
+    ("weights.py", "    if signs:\n        return replace", "    if False:\n        return replace", "weights"),
+    ("weights.py", "if _code_wrote(run, stage):", "if False:", "weights"),
+    ("weights.py", "signs + seen_before", "signs", "weights"),
+    (
+        "gradient.py",
+        "    if all_nonfinite(columns):\n        return Outcome",
+        "    if False:\n        return Outcome",
+        "gradient",
+    ),
+    (
+        "gradient.py",
+        'return product(columns.labels("reduced"), columns.labels("reduced_nonfinite"))',
+        'return columns.labels("reduced")',
+        "gradient",
+    ),
+    (
+        "gradient.py",
+        "candidates=() if signs else tuple(range(group.size))",
+        "candidates=() if signs else differing",
+        "gradient",
+    ),
+    ("intake.py", "or row.rank != slot", "", "transport"),
+    ("intake.py", "return row.step <= sent", "return False", "transport"),
+    ("engine.py", "    return replace(history, gradient_clean_since=None)\n", "    return history\n", "transport"),
+    ("engine.py", "    if history.open:\n        return history, history.checked\n", "", "weights"),
+    ("engine.py", "contains = highest_code >= CONTAINS_FROM", "contains = False", "transport"),
+    (
+        "audit.py",
+        "edges = frozenset(owner for owner, key in keys.items() if key in before.edges)",
+        "edges = frozenset(keys)",
+        "audit",
+    ),
+    (
+        "audit.py",
+        "shown = frozenset(rank for rank, key in originals.items() if key in before.originals)",
+        "shown = everyone",
+        "audit",
+    ),
+    ("audit.py", "if not transit_ok or", "if", "audit"),
+    ("audit.py", "if len(weights) != 1 or None in weights", "if False", "audit"),
+    ("edges.py", "if len(group.node_order) < 3 or len(failing) < 2:", "if len(failing) < 2:", "edges"),
+    ("edges.py", "and len(_far_nodes(group, ranks)) >= 2", "", "edges"),
+    ("edges.py", "and not view.original_differs(owner):", "and True:", "edges"),
+    ("edges.py", "if 2 * len(apart) >= len(view.shown):", "if False:", "edges"),
+    ("edges.py", "if 2 * len(failing) >= len(view.judged):", "if False:", "edges"),
+    (
+        "edges.py",
+        "    if owner not in view.shown or view.served[owner] != view.original[owner]:",
+        "    if True:",
+        "edges",
+    ),
+    ("edges.py", "    if view.unsure:\n", "    if False:\n", "audit"),
+    ("edges.py", "    if len(group.node_order) != 2:", "    if True:", "edges"),
+    ("replay.py", "return row.served_digest if same_input else None", "return row.served_digest", "audit"),
+    ("replay.py", "audited = step if everyone and not history.tainted", "audited = step if everyone", "edges"),
+    ("replay.py", "audited = step if everyone and", "audited = step if", "audit"),
+    ("outcome.py", "new=False", "new=True", "gradient"),
+)
+
+
+def survives(copy: Path, rule: tuple[str, str, str, str]) -> str:
+    """Runs the tests against one broken rule; returns why that is not good, empty when a test noticed."""
+    name, text, broken, test = rule
+    file = copy / "sdcwatch" / "verdict" / name
+    source = file.read_text()
+    if text not in source:
+        return "the row matches nothing: update it"
+    file.write_text(source.replace(text, broken, 1))
+    try:
+        done = subprocess.run(
+            [
+                *(sys.executable, "-m", "pytest", "-q", "-x", "--no-header", "-p", "no:cacheprovider"),
+                str(ROOT / "tests" / "exporter" / f"test_verdict_{test}.py"),
+            ],
+            cwd=ROOT,
+            env=os.environ | {"PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"},
+            capture_output=True,
+            text=True,
+            timeout=180,
+            check=False,
+        )
+    finally:
+        file.write_text(source)
+    return "" if done.returncode == 1 else f"SURVIVED (pytest ended with {done.returncode})"
+
+
+def main() -> int:
+    """Breaks every rule and prints one line for each."""
+    bad = 0
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder)
+        shutil.copytree(ROOT / "exporter" / "sdcwatch", copy / "sdcwatch", ignore=shutil.ignore_patterns("__pycache__"))
+        for number, rule in enumerate(RULES, 1):
+            why = survives(copy, rule)
+            bad += bool(why)
+            print(f"{number:>2}/{len(RULES)} {rule[0]:<13} {why or 'noticed':<40} {rule[1].strip()[:70]}", flush=True)
+    print(f"{len(RULES) - bad} of {len(RULES)} broken rules were noticed")
+    return int(bad > 0)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
