@@ -21,7 +21,7 @@ export PATH := $(CURDIR)/.tools/bin:$(CURDIR)/.venv/bin:$(PATH)
 export PYTHON3 TORCH_VERSION TORCH_INDEX
 CODE := exporter remediation tests $(wildcard alert_rules demo dashboards benchmarks)
 
-.PHONY: help setup demo test test-integrations lint types imports unit format lock clean distclean
+.PHONY: help setup campaign-alerts mutants demo dashboards-preview test test-integrations lint types imports unit format lock clean distclean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-19s %s\n", $$1, $$2}'
@@ -32,6 +32,9 @@ setup: ## make .venv and fetch prometheus and alertmanager (demo and test do thi
 
 demo: setup ## a wrong bit in a real training run ends as a replaced node (FAULT=compute, weight, optimizer, gradient, none)
 	@$(PYTHON) demo/main.py --fault $(FAULT)
+
+dashboards-preview: setup ## draw every dashboard over the last demo's time range into dashboards/out/*.png
+	@$(PYTHON) dashboards/preview.py --demo
 
 test: lint types imports unit ## lint, types, import rules and core tests: under ten minutes on two cores
 
@@ -56,6 +59,12 @@ test-integrations: setup ## the heavier tests, marked `integration`: whole runs 
 	@echo "[test] integration tests"
 	@$(PYTHON) -m pytest -m integration -v $(PYTEST_ARGS)
 
+mutants: setup ## break each verdict rule once, in a copy: does a test turn red?
+	@$(PYTHON) tests/exporter/break_verdict_rules.py
+
+campaign-alerts: setup ## twenty jobs die 0.2 s after their event: does every page arrive, and in under 12 s?
+	@$(PYTHON) tests/e2e/alert_path/campaign.py
+
 format: setup ## let ruff rewrite the code
 	@$(PYTHON) -m ruff check --fix $(CODE)
 	@$(PYTHON) -m ruff format $(CODE)
@@ -65,7 +74,7 @@ lock: setup ## write what .venv holds now into setup/constraints.txt
 	@mv .venv/constraints.new setup/constraints.txt
 
 clean: ## remove what tests and the demo left behind
-	rm -rf .cache demo/out benchmarks/out .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf .cache demo/out dashboards/out benchmarks/out .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 
 distclean: clean ## the same, and .venv and .tools: the next command sets up from nothing
 	rm -rf .venv .tools

@@ -9,19 +9,27 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from grafana_foundation_sdk.builders import common as common_builder
 from grafana_foundation_sdk.builders import dashboard as builder
-from grafana_foundation_sdk.builders import prometheus, stat, statetimeline, timeseries
+from grafana_foundation_sdk.builders import prometheus, stat, statetimeline, table, timeseries
+from grafana_foundation_sdk.cog.builder import Builder
 from grafana_foundation_sdk.models import common, dashboard
+from grafana_foundation_sdk.models.prometheus import PromQueryFormat
+from links import TAG, Link, navigation
 
 #: The only data source a target may name: chosen by whoever looks, so a provisioned file works in any Grafana.
 DATASOURCE = common.DataSourceRef(type_val="prometheus", uid="${datasource}")
 #: Columns of Grafana's grid.
 WIDTH = 24
 HEIGHT = 8
+#: Samples a line at most: keeps the memory of a query over all ranks of a large job far under Prometheus's limit.
+POINTS = 300
+#: Where the case link leads unless the `cases` variable says otherwise: the service's own list.
+CASES = "http://127.0.0.1:9479/v1/cases"
 
-Built = timeseries.Panel | stat.Panel | statetimeline.Panel
+Built = timeseries.Panel | stat.Panel | statetimeline.Panel | table.Panel
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,11 +38,13 @@ class Query:
 
     Attributes:
         expr: PromQL, with `$job` and `$__rate_interval` where Grafana fills them in.
-        legend: legend template, such as `rank {{rank}}`.
+        legend: legend template, such as `rank {{rank}}`; in a table, the title of the value's column (empty: hidden).
+        unit: of this column of a table, where it differs from the panel's.
     """
 
     expr: str
     legend: str
+    unit: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,11 +57,17 @@ class Panel:
         unit: Grafana unit id; `none` for plain numbers.
         queries: at least one.
         width: columns, of 24.
-        kind: `lines`, `stat` (newest value, large) or `states` (a value in words over time).
+        height: rows of the grid; a row of panels is as high as its highest.
+        kind: `lines`, `stat` (newest value, large), `states` (a value in words over time) or `table` (labels and
+            values at the end of the range, one row a set of labels).
         words: for `states` and `stat`: value -> (text, colour).
         log: logarithmic axis, base 10.
         minimum: lowest value of the axis.
         steps: values are held until the next one (counts and steps) instead of drawn as slopes.
+        links: where a click on a value leads.
+        columns: for `table`: label -> title, in order.
+        empty: why it may rightly show nothing; Grafana shows this text instead of "No data". Without one, an empty
+            panel is a fault, and the preview and verify.sh say so.
     """
 
     title: str
@@ -59,11 +75,15 @@ class Panel:
     unit: str
     queries: Sequence[Query]
     width: int = 12
+    height: int = HEIGHT
     kind: str = "lines"
     words: Sequence[tuple[str, str, str]] = ()
     log: bool = False
     minimum: float | None = None
     steps: bool = False
+    links: Sequence[Link] = ()
+    columns: Sequence[tuple[str, str]] = ()
+    empty: str = ""
 
 
 def datasource_variable() -> builder.DatasourceVariable:
@@ -71,9 +91,9 @@ def datasource_variable() -> builder.DatasourceVariable:
     return builder.DatasourceVariable("datasource").label("Data source").type("prometheus")
 
 
-def label_variable(name: str, label: str, metric: str, key: str) -> builder.QueryVariable:
-    """A choice among the values that label `key` has on `metric`; one value at a time."""
-    return (
+def label_variable(name: str, label: str, metric: str, key: str, *, everything: bool = False) -> builder.QueryVariable:
+    """A choice among the values that label `key` has on `metric`; one value, or with `everything` also all of them."""
+    variable = (
         builder.QueryVariable(name)
         .label(label)
         .datasource(DATASOURCE)
@@ -82,18 +102,44 @@ def label_variable(name: str, label: str, metric: str, key: str) -> builder.Quer
         .refresh(dashboard.VariableRefresh.ON_TIME_RANGE_CHANGED)
         .sort(dashboard.VariableSort.ALPHABETICAL_ASC)
     )
+    if everything:
+        option = dashboard.VariableOption(selected=True, text="All", value="$__all")
+        variable = variable.include_all(True).all_value(".*").current(option)
+    return variable
+
+
+def text_variable(name: str, label: str, value: str) -> builder.TextBoxVariable:
+    """A text that whoever looks may change, and that a link may carry."""
+    option = dashboard.VariableOption(selected=True, text=value, value=value)
+    return builder.TextBoxVariable(name).label(label).default_value(value).current(option)
+
+
+def frame(uid: str, title: str, description: str) -> builder.Dashboard:
+    """A dashboard without panels: time range, links, and the variables that all have."""
+    return (
+        builder.Dashboard(title)
+        .uid(uid)
+        .description(description)
+        .tags([TAG])
+        .time("now-1h", "now")
+        .refresh("30s")
+        .tooltip(dashboard.DashboardCursorSync.CROSSHAIR)
+        .link(navigation())
+        .with_variable(datasource_variable())
+        .with_variable(text_variable("cases", "Cases at", CASES))
+    )
 
 
 def place(panels: Sequence[Panel]) -> list[Built]:
     """Gives each panel its id and its place, left to right and row by row."""
     placed: list[Built] = []
-    x = y = 0
+    x = y = highest = 0
     for number, panel in enumerate(panels, start=1):
         if x + panel.width > WIDTH:
-            x, y = 0, y + HEIGHT
-        position = dashboard.GridPos(h=HEIGHT, w=panel.width, x=x, y=y)
+            x, y, highest = 0, y + highest, 0
+        position = dashboard.GridPos(h=panel.height, w=panel.width, x=x, y=y)
         placed.append(_build(panel).id(number).grid_pos(position))
-        x += panel.width
+        x, highest = x + panel.width, max(highest, panel.height)
     return placed
 
 
@@ -103,15 +149,36 @@ def _build(panel: Panel) -> Built:
         built = _stat()
     elif panel.kind == "states":
         built = _states()
+    elif panel.kind == "table":
+        built = _table(panel)
     else:
         built = _lines(panel)
     built = built.title(panel.title).description(panel.description).unit(panel.unit).datasource(DATASOURCE)
+    built = built.max_data_points(POINTS)
+    if panel.empty:
+        built = built.no_value(panel.empty)
+    if panel.links and panel.kind != "table":
+        built = built.data_links([_Given(link) for link in panel.links])
     if panel.words:
         built = built.mappings([_mapping(panel.words)])
     for letter, query in zip("ABCDEFGH", panel.queries, strict=False):
         target = prometheus.Dataquery().expr(query.expr).legend_format(query.legend).ref_id(letter)
-        built = built.with_target(target.range().datasource(DATASOURCE))
+        # A query without steps is cheaper, and right where only the end of the range is shown.
+        target = target.instant() if panel.kind in ("stat", "table") else target.range()
+        if panel.kind == "table":
+            target = target.format(PromQueryFormat.TABLE)
+        built = built.with_target(target.datasource(DATASOURCE))
     return built
+
+
+class _Given(Builder[dashboard.DashboardLink]):
+    """A data link, which the SDK's builder types as a dashboard link."""
+
+    def __init__(self, link: Link) -> None:
+        self._link = link.of_series()
+
+    def build(self) -> Any:
+        return self._link
 
 
 def _mapping(words: Sequence[tuple[str, str, str]]) -> dashboard.ValueMap:
@@ -151,9 +218,40 @@ def _stat() -> stat.Panel:
         .reduce_options(newest)
         .graph_mode(common.BigValueGraphMode.NONE)
         .color_mode(common.BigValueColorMode.VALUE)
-        .no_value("none")
+        .text_mode(common.BigValueTextMode.VALUE_AND_NAME)
     )
 
 
 def _states() -> statetimeline.Panel:
     return statetimeline.Panel().show_value(common.VisibilityMode.AUTO).row_height(0.8).fill_opacity(70).line_width(0)
+
+
+def _table(panel: Panel) -> table.Panel:
+    """Rows of all queries with the same labels become one; hidden are the time and labels that nobody asked for."""
+    values = [f"Value #{letter}" for letter, _ in zip("ABCDEFGH", panel.queries, strict=False)]
+    if len(values) == 1:
+        values = ["Value"]
+    order = [*dict(panel.columns), *values]
+    hidden = ["Time", *(name for name, query in zip(values, panel.queries, strict=True) if not query.legend)]
+    arranged: dict[str, object] = {
+        "excludeByName": dict.fromkeys(hidden, True),
+        "indexByName": {name: index for index, name in enumerate(order)},
+        "renameByName": {},
+    }
+    built = table.Panel()
+    for name, options in (("merge", {}), ("organize", arranged)):
+        built = built.with_transformation(dashboard.DataTransformerConfig(name, options=options))
+    for label, title in panel.columns:
+        properties = [dashboard.DynamicConfigValue("displayName", title)]
+        reached = [link.of_row() for link in panel.links if label in link.labels]
+        if reached:
+            properties.append(dashboard.DynamicConfigValue("links", reached))
+        built = built.override_by_name(label, properties)
+    for name, query in zip(values, panel.queries, strict=True):
+        if not query.legend:
+            continue
+        properties = [dashboard.DynamicConfigValue("displayName", query.legend)]
+        if query.unit:
+            properties.append(dashboard.DynamicConfigValue("unit", query.unit))
+        built = built.override_by_name(name, properties)
+    return built

@@ -5,18 +5,24 @@ Every query takes `max by`, because several agents report the same series. Flow:
 
 from __future__ import annotations
 
+from annotations import annotations
 from grafana_foundation_sdk.builders import dashboard as builder
-from grafana_foundation_sdk.cog.builder import Builder
-from grafana_foundation_sdk.models import dashboard
-from panels import DATASOURCE, Panel, Query, datasource_variable, label_variable, place
+from links import CASE_OF, GPU_OF, TRAINING_JOB
+from panels import Panel, Query, frame, label_variable, place
+from promql import END, newest, worst
 
-UID = "sdcwatch-training-job"
 _JOB = 'training_job="$job"'
+_DEVIATION = f"max by (rank) (max_over_time(sdc_gradient_norm_deviation{{{_JOB}}}[$__range] {END}))"
+_OVERHEAD = (
+    f"max by (training_node, check) (rate(sdc_check_seconds_total{{{_JOB}}}[$__rate_interval])) "
+    f"/ on (training_node) group_left () max by (training_node) "
+    f"(rate(sdc_step_seconds_total{{{_JOB}}}[$__rate_interval]))"
+)
 
 PANELS = (
     Panel(
         "State",
-        "What the job says it does. Halted means that it waits on a latch: see the newest verdict below.",
+        "Does it train, and if not, why? Halted means that it waits on a latch: see the newest verdict.",
         "none",
         [Query(f"max by (state) (sdc_training_state{{{_JOB}}}) == 1", "{{state}}")],
         kind="states",
@@ -24,86 +30,111 @@ PANELS = (
     ),
     Panel(
         "Newest verdict that names a rank",
-        "Time of the newest event that names a rank, by rank and check. Any value is a page.",
+        "Which rank on which hardware did a proof name, when? Any row was a page. Click the GPU for its history, the "
+        "instance for its case.",
         "dateTimeFromNow",
         [
             Query(
-                "max by (training_node, gpu_uuid, rank, check) "
-                f"(max_over_time(sdc_last_mismatch_timestamp_seconds{{{_JOB}}}[1h])) * 1000",
-                "rank {{rank}} {{training_node}} {{check}}",
+                newest(
+                    f"sdc_last_mismatch_timestamp_seconds{{{_JOB}}}",
+                    "training_node, training_instance, gpu_uuid, rank, check",
+                ),
+                "Event",
             )
         ],
-        kind="stat",
-        width=6,
+        kind="table",
+        columns=(
+            ("rank", "Rank"),
+            ("training_node", "Node"),
+            ("training_instance", "Instance"),
+            ("gpu_uuid", "GPU"),
+            ("check", "Check"),
+        ),
+        links=(GPU_OF, CASE_OF),
+        empty="no rank was named",
     ),
     Panel(
         "Newest verdict that names nobody",
-        "Time of the newest inconclusive or software event. Nobody is isolated for these.",
+        "Was there a corruption, or a difference, that could not be placed? Time of the newest inconclusive or "
+        "software event. Nobody is isolated for these.",
         "dateTimeFromNow",
         [
             Query(
                 "max by (check, verdict) "
-                f"(max_over_time(sdc_last_unattributed_timestamp_seconds{{{_JOB}}}[1h])) * 1000",
+                f"(max_over_time(sdc_last_unattributed_timestamp_seconds{{{_JOB}}}[$__range])) * 1000",
                 "{{check}} {{verdict}}",
             )
         ],
         kind="stat",
         width=6,
+        empty="no such event",
     ),
     Panel(
-        "Verdicts and mismatches",
-        "Events since the job began: those that name a rank, and those that name nobody. Flat at 0 is healthy.",
+        "Verdicts",
+        "Once, or again and again? Events since the job began: those that name a rank, and those that name nobody. "
+        "Flat at 0 is healthy.",
         "none",
         [
-            Query(
-                f"max by (rank, training_node, check) (sdc_mismatches_total{{{_JOB}}})",
-                "rank {{rank}} {{training_node}} {{check}}",
-            ),
-            Query(f"max by (check, verdict) (sdc_unattributed_total{{{_JOB}}})", "{{check}} {{verdict}}"),
+            Query(f"sum(max by (rank, gpu_uuid, check) (sdc_mismatches_total{{{_JOB}}}))", "name a rank"),
+            Query(f"sum(max by (check, verdict) (sdc_unattributed_total{{{_JOB}}})) or vector(0)", "name nobody"),
         ],
+        width=9,
         minimum=0,
         steps=True,
     ),
     Panel(
         "Replica groups",
-        "Distinct fingerprints at the last vote, by check. 1 means that all replicas agree.",
+        "Do all replicas agree? Distinct fingerprints at the last vote, by check; 1 means that they do.",
         "none",
         [Query(f"max by (check) (sdc_replica_groups{{{_JOB}}})", "{{check}}")],
+        width=9,
         minimum=0,
         steps=True,
     ),
     Panel(
         "Gradient norm per rank",
-        "L2 norm of each rank's local gradient before the reduce. Ranks move together; one that does not is a hint.",
+        "Does one rank's gradient go its own way? L2 norm of the local gradient before the reduce: the ten ranks that "
+        "deviated most in this range, and the median of all.",
         "short",
-        [Query(f"max by (rank) (sdc_gradient_norm{{{_JOB}}})", "rank {{rank}}")],
+        [
+            Query(worst("rank", f"max by (rank, gpu_uuid) (sdc_gradient_norm{{{_JOB}}})", _DEVIATION), "rank {{rank}}"),
+            Query(f"quantile(0.5, max by (rank) (sdc_gradient_norm{{{_JOB}}}))", "median"),
+        ],
         log=True,
+        links=(GPU_OF,),
     ),
     Panel(
         "Deviation of the gradient norm",
-        "Robust deviation of each rank's norm from its peers' median. A statistic: it hints and never accuses.",
+        "How far off is it? Robust deviation of the norm from the median of the peers, for the ten ranks that deviated "
+        "most. A statistic: it hints and never accuses.",
         "none",
-        [Query(f"max by (rank) (sdc_gradient_norm_deviation{{{_JOB}}})", "rank {{rank}}")],
-        minimum=0,
+        [
+            Query(
+                worst("rank", f"max by (rank, gpu_uuid) (sdc_gradient_norm_deviation{{{_JOB}}})", _DEVIATION),
+                "rank {{rank}}",
+            )
+        ],
+        links=(GPU_OF,),
     ),
     Panel(
         "Checks",
-        "Checks that ran, per second. A check whose line ends has stopped.",
+        "Does every check run? Checks per second. A check whose line ends has stopped.",
         "ops",
         [Query(f"max by (check) (rate(sdc_checks_total{{{_JOB}}}[$__rate_interval]))", "{{check}}")],
         minimum=0,
     ),
     Panel(
         "Skips",
-        "Checks that did not run since the job began, by reason.",
+        "Where does watching have gaps, and why? Checks that did not run since the job began, by reason.",
         "none",
         [Query(f"max by (check, reason) (sdc_skips_total{{{_JOB}}})", "{{check}} {{reason}}")],
         minimum=0,
         steps=True,
+        empty="no check was skipped",
     ),
     Panel(
         "Checks that are on",
-        "1 where a check is on. What is off is not watched; the run's first lines say why.",
+        "What is watched at all? What is off is not; the run's first lines say why.",
         "none",
         [Query(f"max by (check) (sdc_detector_enabled{{{_JOB}}})", "{{check}}")],
         kind="states",
@@ -111,7 +142,7 @@ PANELS = (
     ),
     Panel(
         "Coverage",
-        "Bytes of state that each check fingerprints, and bytes that it does not reach.",
+        "How much of the state is watched? Bytes that each check fingerprints, and bytes that it does not reach.",
         "bytes",
         [
             Query(
@@ -123,8 +154,8 @@ PANELS = (
     ),
     Panel(
         "Steps and how far they are safe",
-        "Training step, and the newest step that is checked, verified, and saved clean. The gap to the lowest line is "
-        "what a corruption found now would cost.",
+        "What would a corruption found now cost? Training step, and the newest step that is checked, verified, and "
+        "saved clean: the gap to the lowest line is lost at worst.",
         "none",
         [
             Query(f"max(sdc_training_step{{{_JOB}}})", "training"),
@@ -137,22 +168,18 @@ PANELS = (
     ),
     Panel(
         "Overhead",
-        "Share of the step time that checks take, by node and check. The budget is 5 %.",
+        "What does watching cost? Share of the step time that each check takes, on the worst node and on the median "
+        "node. The budget is 5 % for all together.",
         "percentunit",
         [
-            Query(
-                "max by (training_node, check) "
-                f"(rate(sdc_check_seconds_total{{{_JOB}}}[$__rate_interval])) "
-                "/ on (training_node) group_left () "
-                f"max by (training_node) (rate(sdc_step_seconds_total{{{_JOB}}}[$__rate_interval]))",
-                "{{training_node}} {{check}}",
-            )
+            Query(f"max by (check) ({_OVERHEAD})", "{{check}}, worst node"),
+            Query(f"quantile by (check) (0.5, {_OVERHEAD})", "{{check}}, median node"),
         ],
         minimum=0,
     ),
     Panel(
         "Ranks",
-        "Ranks that should report, and ranks that are seen. A gap is a blind spot.",
+        "Do all ranks report? Ranks that should, and ranks that are seen. A gap is a blind spot.",
         "none",
         [
             Query(f"max(sdc_world_size{{{_JOB}}})", "world size"),
@@ -163,44 +190,25 @@ PANELS = (
     ),
     Panel(
         "Heals",
-        "State that was repaired in place, by outcome; empty where nothing had to be healed.",
+        "Was state repaired in place, and with what result?",
         "none",
         [Query(f"max by (check, outcome) (sdc_heals_total{{{_JOB}}})", "{{check}} {{outcome}}")],
         minimum=0,
         steps=True,
+        empty="nothing had to be healed",
     ),
 )
 
 
 def training_job() -> builder.Dashboard:
     """The dashboard, not yet JSON."""
-    built = (
-        builder.Dashboard("Training job: silent data corruption")
-        .uid(UID)
-        .description("One training job: agreement of its replicas, checks, clean steps and the cost of watching.")
-        .tags(["sdcwatch"])
-        .time("now-1h", "now")
-        .refresh("10s")
-        .tooltip(dashboard.DashboardCursorSync.CROSSHAIR)
-        .with_variable(datasource_variable())
-        .with_variable(label_variable("job", "Job", "sdc_training_step", "training_job"))
-        .annotation(_Alerts())
-    )
+    built = frame(
+        TRAINING_JOB,
+        "Training job: silent data corruption",
+        "One training job: agreement of its replicas, checks, clean steps and the cost of watching.",
+    ).with_variable(label_variable("job", "Job", "sdc_training_step", "training_job"))
+    for mark in annotations(_JOB):
+        built = built.annotation(mark)
     for panel in place(PANELS):
         built = built.with_panel(panel)
     return built
-
-
-class _Alerts(Builder[dashboard.AnnotationQuery]):
-    """Firing alerts of the job as marks on every panel; the SDK has no builder for a Prometheus annotation."""
-
-    def build(self) -> dashboard.AnnotationQuery:
-        return dashboard.AnnotationQuery(
-            name="Alerts",
-            datasource=DATASOURCE,
-            icon_color="red",
-            expr=f'ALERTS{{alertname=~"SDC.*",alertstate="firing",{_JOB}}}',
-            step="10s",
-            title_format="{{alertname}}",
-            text_format="{{check}} {{training_node}}",
-        )
