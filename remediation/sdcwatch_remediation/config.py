@@ -204,5 +204,6 @@ def _resolve_paths(config: Config, folder: Path) -> Config:
         server=resolved(config.server),
         agents=resolved(config.agents),
         kill_switch=resolved(config.kill_switch),
+        tracing=resolved(config.tracing),
         database=database,
     )

@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+from sdcwatch_remediation import trace_export
 from sdcwatch_remediation.agents import AgentClient
 from sdcwatch_remediation.context import Context
 from sdcwatch_remediation.database import Database
@@ -75,6 +76,7 @@ class Service:
             clock=clock,
         )
         self.worker = Worker(self.context)
+        self.traces = trace_export.make(config.tracing, self.store, pause_seconds=config.worker.poll_seconds)
         self.telemetry.watch(self._snapshot)
         self._provider_lock = threading.Lock()
         self._provider_seen = (-PROVIDER_CACHE_SECONDS, False)
@@ -83,12 +85,16 @@ class Service:
             self.ledger.pause(by="start-up", reason=reason)
 
     def start(self) -> None:
-        """Start the worker."""
+        """Start the worker, and the sender of traces where there is one."""
         self.worker.start()
+        if self.traces is not None:
+            self.traces.start()
 
     def close(self) -> None:
         """Stop the worker and close everything."""
         self.worker.stop()
+        if self.traces is not None:
+            self.traces.stop()
         self.agents.close()
         self.database.close()
 

@@ -129,6 +129,16 @@ class Worker:
 
 
 @dataclass(frozen=True, slots=True)
+class Tracing:
+    """Where the trace of each case that has ended goes; needs the extra `otlp`."""
+
+    endpoint: str = _setting("", "OTLP/HTTP base URL, such as http://127.0.0.1:4318. Empty: no traces.")
+    headers_file: str = _setting("", "Headers for the collector, one `Name: value` a line; read at each request.")
+    ca_file: str = _setting("", "PEM authorities that may vouch for an https collector. Empty: the system's.")
+    timeout_seconds: float = _setting(10.0, "Longest wait for one answer.", minimum=0.05)
+
+
+@dataclass(frozen=True, slots=True)
 class Config:
     """The whole configuration; section names are field names."""
 
@@ -139,3 +149,4 @@ class Config:
     policy: Policy = field(default_factory=Policy)
     kill_switch: KillSwitch = field(default_factory=KillSwitch)
     worker: Worker = field(default_factory=Worker)
+    tracing: Tracing = field(default_factory=Tracing)
