@@ -55,8 +55,11 @@ class Halt:
         sys.stdout.flush()
         os._exit(EXIT_HALTED)
 
-    def raise_for(self, event: Event, exchange: Exchange) -> None:
+    def raise_for(self, event: Event, exchange: Exchange | None) -> None:
         """Stops this rank; collective, so every rank calls it with the same event.
+
+        Args:
+            exchange: None at the very end of a run, where no collective may be issued any more.
 
         Raises:
             CorruptionDetected: always.
@@ -64,7 +67,8 @@ class Halt:
         self._reporter.state("halted")
         self._latch(event)
         self._taint(event)
-        exchange.agree(1, 1)  # "written": nobody leaves before everybody's proof and latch are on disk
+        if exchange is not None:
+            exchange.agree(1, 1)  # "written": nobody leaves before everybody's proof and latch are on disk
         self._grace(time.time())
         self._standing = CorruptionDetected(
             f"sdcwatch halted step {event.step}: {event.sentence} (event {event.id}; the latch keeps the job stopped "

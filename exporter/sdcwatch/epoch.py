@@ -13,22 +13,24 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from sdcwatch.audit import Auditor, Outcome
+from sdcwatch.checks.conservation import Conservation
 from sdcwatch.checks.gradients import LocalGradients, reduced
 from sdcwatch.checks.replay import LossFunction, Recorder
 from sdcwatch.checks.weights import OptimizerWatch, hyperparameters_digest, versions
 from sdcwatch.contain import Halt, containing
 from sdcwatch.errors import CorruptionDetected
-from sdcwatch.exchange import Exchange
+from sdcwatch.exchange import Exchange, last_rows
 from sdcwatch.fingerprint import combine as digests_combined
 from sdcwatch.fingerprint import fingerprint
 from sdcwatch.observation import ErrorCode, Row, RowError, SkipReason
-from sdcwatch.report import Reporter, median_time
+from sdcwatch.report import Reporter, log, median_time
 from sdcwatch.settings import Settings
 from sdcwatch.start import Membership
 from sdcwatch.verdict import History, Judgement, checked_through, combine, judge, verified_through
@@ -85,6 +87,7 @@ class Epoch:
         self._backwards_in_step = 0
         self._join_seen = False
         self._disagreed = False
+        self._hook_said = False
         self.auditor = Auditor(
             exchange,
             membership.group,
@@ -102,7 +105,10 @@ class Epoch:
             gate=halt.meet,
             guard=self._guard,
         )
-        self.local = LocalGradients(watched.parameters, reducing=self._reducing, first=self._arm)
+        self.conservation = Conservation(watched.ddp, watched.parameters, exchange.size)
+        self.local = LocalGradients(
+            watched.parameters, reducing=self._reducing, first=self._arm, further=self.conservation.local
+        )
         self.local.begin(audited=self.audit_due)
 
     @property
@@ -129,7 +135,7 @@ class Epoch:
         """The step is over: counts and writes; nothing collective."""
         if self._join_seen:
             self._join_seen = False
-            for check in ("gradient_checksum", "weight_checksum", "replay"):
+            for check in ("gradient_checksum", "allreduce_conservation", "weight_checksum", "replay"):
                 self.reporter.skipped(check, "join")
         self.reporter.finished_step(self.step, seconds)
 
@@ -152,6 +158,7 @@ class Epoch:
         self._task = task
         engine: Any = torch.autograd.Variable._execution_engine
         engine.queue_callback(lambda: engine.queue_callback(self._end_of_backward))
+        self.conservation.begin(self.count, due=self.check_due)
 
     def _end_of_backward(self) -> None:
         checked, audited = self.check_due, self.audit_due
@@ -167,7 +174,7 @@ class Epoch:
     def _exchange(self, audited: bool) -> None:
         begin = time.perf_counter()
         payload = self.recorder.pack() if audited else None
-        row = self._row(payload, audited)
+        row = self._row(lambda: self._measured() | self._replayable(payload, audited))
         rows = self.exchange.rows(row)
         outcome = Outcome(reason=None if self.replay_off == "" else self.replay_off)
         audit_seconds = 0.0
@@ -177,8 +184,9 @@ class Epoch:
             audit_seconds = time.perf_counter() - audit_begin
             self.reporter.spent("replay", audit_seconds)
         judgement = self._judge(rows, outcome if audited else None)
-        self._settle(judgement, row, rows)
-        self.reporter.spent("gradient_checksum", time.perf_counter() - begin - audit_seconds)
+        self._settle(judgement, row, rows, self.exchange)
+        counted = audit_seconds + self.conservation.row_seconds
+        self.reporter.spent("gradient_checksum", time.perf_counter() - begin - counted)
 
     def _judge(self, rows: Sequence[Row | RowError], outcome: Outcome | None) -> Judgement:
         steps = sorted(r.step for r in rows if isinstance(r, Row) and r.step is not None)
@@ -203,7 +211,32 @@ class Epoch:
         self._disagreed = not agreed
         return combined
 
-    def _settle(self, judgement: Judgement, row: Row, rows: Sequence[Row | RowError | None]) -> None:
+    def finish(self, timeout: timedelta) -> None:
+        """Judges the last optimizer step through the rendezvous store: no collective, and peers may be gone already.
+
+        Raises:
+            CorruptionDetected: that step was wrong on some rank, and `on_fault` is `halt`.
+        """
+        if self.halt.standing or self.count == 0:
+            return
+        rows: list[Row | RowError | None] = []
+        try:
+            row = self._row(self.state_fields)
+            rank, size = self.exchange.rank, self.exchange.size
+            rows = last_rows(row, epoch=self.membership.epoch, rank=rank, size=size, timeout=timeout)
+            judgement, history = judge(self.history, self.membership.group, self.step, rows)
+        except Exception as error:  # our border: a run that finished must end well
+            self.reporter.swallow("weight_checksum", error)
+            return
+        if any(r is None for r in rows):
+            log.warning("sdcwatch: peers did not close in time; the last checkpoint stays a candidate")
+            return
+        self.history = history
+        self._settle(judgement, row, rows, None)
+
+    def _settle(
+        self, judgement: Judgement, row: Row, rows: Sequence[Row | RowError | None], exchange: Exchange | None
+    ) -> None:
         checked, verified = checked_through(self.history), verified_through(self.history)
         events = self.reporter.judged(
             judgement, row, when=median_time(rows, time.time()), checked=checked, verified=verified
@@ -213,9 +246,9 @@ class Epoch:
             self._settled(checked, verified)
         event = containing(events)
         if event is not None:
-            self.halt.raise_for(event, self.exchange)
+            self.halt.raise_for(event, exchange)
 
-    def _row(self, payload: bytes | None, audited: bool) -> Row:
+    def _row(self, measure: Callable[[], dict[str, Any]]) -> Row:
         fixed: dict[str, Any] = {
             "rank": self.exchange.rank,
             "instance": self.membership.group.instances[self.exchange.rank],
@@ -225,7 +258,7 @@ class Epoch:
             "environment": self.membership.group.environments[self.exchange.rank],
         }
         try:
-            return Row(**fixed, error=ErrorCode.NONE, **self._measured(), **self._replayable(payload, audited))
+            return Row(**fixed, error=ErrorCode.NONE, **measure())
         except Exception as error:  # our border: the row still travels, its numbers are void
             self.reporter.swallow("gradient_checksum", error)
             return Row(**fixed, error=ErrorCode.CHECK)
@@ -238,8 +271,17 @@ class Epoch:
             "local_nonfinite": int(not math.isfinite(norm)),
             "reduced": digest,
             "reduced_nonfinite": int(nonfinite),
+            **self._conserved(),
             **self.state_fields(),
         }
+
+    def _conserved(self) -> dict[str, Any]:
+        fields = self.conservation.fields(self.local.norms())
+        self.reporter.spent("allreduce_conservation", self.conservation.hook_seconds + self.conservation.row_seconds)
+        if fields["conservation"] == SkipReason.code("comm_hook") and not self._hook_said:
+            self._hook_said = True  # it holds for the whole run: said once, not a skip a step
+            self.reporter.skipped("allreduce_conservation", "comm_hook")
+        return fields
 
     def state_fields(self) -> dict[str, Any]:
         """The row's fields that describe parameters, optimizer and user code, as they stand now."""

@@ -20,22 +20,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from sdcwatch import checkpoint as checkpoints
 from sdcwatch import coverage, environment, start
 from sdcwatch.agent.start import ensure_agent
+from sdcwatch.checkpoint_trust import CheckpointTrust
 from sdcwatch.checks.replay import LossFunction
 from sdcwatch.contain import Halt
 from sdcwatch.epoch import Epoch, Watched
 from sdcwatch.errors import CheckpointError, ConfigurationError, SdcwatchError
-from sdcwatch.exchange import Exchange, last_rows
+from sdcwatch.exchange import Exchange
 from sdcwatch.identity import job_name, take
 from sdcwatch.latch import refuse_start
-from sdcwatch.observation import ErrorCode, Row
 from sdcwatch.report import Reporter, log
 from sdcwatch.settings import Settings, disabled
 from sdcwatch.spool import Spool
 from sdcwatch.spool_folders import job_root, user_root
-from sdcwatch.verdict import Verdict, checked_through, judge, verified_through
+from sdcwatch.verdict import Verdict
 
 PHASES = ("training", "evaluating", "checkpointing")
 
@@ -104,6 +103,7 @@ class Monitor:
         self._model = model
         self._loss_fn = loss_fn
         self._epoch: Epoch | None = None
+        self._trust: CheckpointTrust | None = None
         self._coverage: tuple[coverage.CoverageLine, ...] = ()
         self._step: int | None = None
         self._phase = "training"
@@ -214,7 +214,8 @@ class Monitor:
             scrapes=settings.halt_grace_scrapes if settings.agent == "auto" else 0,
             seconds=settings.halt_grace_seconds,
         )
-        self._epoch = Epoch(watched, settings, membership, exchange, reporter, halt, self._promote)
+        self._trust = CheckpointTrust(reporter, settings.checkpoint_dir)
+        self._epoch = Epoch(watched, settings, membership, exchange, reporter, halt, self._trust.promote)
         sizes = coverage.measure(watched.ddp.module, watched.parameters, watched.optimizer)
         self._coverage = coverage.describe(
             sizes,
@@ -325,91 +326,28 @@ class Monitor:
             return
         if self._step is None:
             raise CheckpointError("no step has run: there is no state to save yet")
-        if self._epoch.exchange.rank != self._writer:
-            return
-        reporter = self._epoch.reporter
-        reporter.state("checkpointing")
-        try:
-            checkpoints.save(
-                Path(path), save_fn, step=self._step, epoch=reporter.membership.epoch, job=reporter.identity.job
-            )
-        finally:
-            reporter.state(self._phase)
-
-    @property
-    def _writer(self) -> int:
-        assert self._epoch is not None
-        return self._epoch.membership.reporters()[0]
-
-    def _promote(self, checked: int | None, verified: int | None) -> None:
-        """Raises the trust of this epoch's checkpoints when steps behind them proved clean."""
-        epoch = self._epoch
-        if epoch is None or self._settings.checkpoint_dir is None or epoch.exchange.rank != self._writer:
-            return
-        try:
-            folder = self._settings.checkpoint_dir
-            checkpoints.promote(folder, checked, verified, epoch=epoch.membership.epoch)
-            trusted = [r.step for r in checkpoints.list_checkpoints(folder) if r.trusted("checked")]
-            if trusted:
-                epoch.reporter.metrics.set("sdc_last_clean_checkpoint_step", max(trusted))
-        except (OSError, SdcwatchError) as error:
-            epoch.reporter.swallow("checkpoint", error)
+        assert self._trust is not None
+        self._trust.save(Path(path), save_fn, step=self._step, then=self._phase)
 
     def close(self) -> None:
-        """Ends the epoch: swaps the last rows through the store (10 s at most), writes, removes all hooks."""
+        """Ends the epoch: swaps the last rows through the store (10 s at most), writes, removes all hooks.
+
+        Raises:
+            CorruptionDetected: with `on_fault="halt"`, when the last optimizer step turns out to be wrong on some rank.
+        """
         epoch, self._closed = self._epoch, True
         if epoch is None:
             return
         with contextlib.suppress(ValueError):
             _live.remove(self)
-        epoch.close()
-        self._epoch_ended(epoch)
-        epoch.reporter.state("halted" if epoch.halt.standing else "finished")
-        spool, epoch.reporter.spool = epoch.reporter.spool, None
-        if spool is not None:
-            spool.close()
-
-    def _epoch_ended(self, epoch: Epoch) -> None:
-        """Judges the last optimizer step. Missing peers mean that the last checkpoint stays a candidate."""
-        if epoch.halt.standing or epoch.count == 0:
-            return
-        group = epoch.membership.group
-        rank = epoch.exchange.rank
         try:
-            row = Row(
-                rank=rank,
-                instance=group.instances[rank],
-                epoch=group.epoch,
-                step=epoch.step,
-                error=ErrorCode.NONE,
-                time=time.time(),
-                environment=group.environments[rank],
-                **epoch.state_fields(),
-            )
-            rows = last_rows(
-                row,
-                epoch=epoch.membership.epoch,
-                rank=rank,
-                size=group.size,
-                timeout=timedelta(seconds=CLOSE_SECONDS),
-            )
-            if any(r is None for r in rows):
-                log.warning("sdcwatch: peers did not close in time; the last checkpoint stays a candidate")
-                return
-            judgement, epoch.history = judge(epoch.history, group, epoch.step, rows, None, None)
-            epoch.reporter.judged(
-                judgement,
-                row,
-                when=max(r.time or 0.0 for r in rows if isinstance(r, Row)),
-                checked=checked_through(epoch.history),
-                verified=verified_through(epoch.history),
-            )
-            self._promote_last(epoch)
-        except Exception as error:  # our border: a run that finished must end well
-            epoch.reporter.swallow("weight_checksum", error)
-
-    def _promote_last(self, epoch: Epoch) -> None:
-        self._promote(checked_through(epoch.history), verified_through(epoch.history))
+            epoch.finish(timedelta(seconds=CLOSE_SECONDS))
+        finally:
+            epoch.close()
+            epoch.reporter.state("halted" if epoch.halt.standing else "finished")
+            spool, epoch.reporter.spool = epoch.reporter.spool, None
+            if spool is not None:
+                spool.close()
 
 
 def _refuse_second(ddp: torch.nn.Module) -> None:

@@ -410,3 +410,23 @@ def test_the_last_step_is_settled_by_close(ranks: Any, tmp_path: Path) -> None:
 
     ranks(loop, 3, str(tmp_path), {}, body)
     assert json.loads((folder / "last.pt.manifest.json").read_text())["trust"] in ("checked", "verified")
+
+
+def test_a_wrong_last_step_is_found_by_close_and_halts(ranks: Any, tmp_path: Path) -> None:
+    """No later exchange would show it: close() names the rank, taints the final checkpoint and raises."""
+    folder = tmp_path / "checkpoints"
+
+    def body(rank: int, ddp: Any, optimizer: Any, make: Any, batches: Any) -> Any:
+        from sdcwatch import CorruptionDetected
+
+        broken_optimizer(rank, optimizer, ddp, 4)
+        monitor = make(on_fault="halt", checkpoint_dir=folder)
+        steps(monitor, optimizer, batches, range(5))
+        monitor.checkpoint(folder / "last.pt", lambda path: path.write_bytes(b"weights"))
+        with pytest.raises(CorruptionDetected):
+            monitor.close()
+        return [v.suspects for v in monitor.verdicts]
+
+    assert ranks(loop, 3, str(tmp_path), {}, body) == [[(2,)]] * 3
+    assert (folder / "HALTED.json").exists()
+    assert (folder / "last.pt.tainted").exists()
