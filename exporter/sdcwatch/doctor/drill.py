@@ -171,7 +171,7 @@ def _on_agent(drill: Drill, agent: Client) -> str | None:
 def _scraped(drill: Drill, view: NodeView) -> str | None:
     state = read_state(view.root)
     later = [when for when in (state.scrapes if state else ()) if when >= drill.time + drill.written]
-    return f"a scrape {later[0] - drill.time:.1f} s after it has read it" if later else None
+    return f"a scrape read it {later[0] - drill.time:.1f} s after it was sent" if later else None
 
 
 def _in_prometheus(drill: Drill, prometheus: Client) -> str | None:
