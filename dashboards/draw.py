@@ -5,6 +5,7 @@ What it never does: ask anybody; it draws the answers that it is given. Flow: as
 
 from __future__ import annotations
 
+import math
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -175,7 +176,8 @@ def _lines(axes: Any, defaults: Mapping[str, Any], lines: Sequence[Line], source
         marker = "." if len(times) < 3 else None  # a line through one sample cannot be seen
         axes.plot(times, line.values, drawstyle=style, linewidth=1.1, marker=marker, label=line.legend, zorder=2)
     words = _writer(defaults.get("unit"), source)
-    shown = [value for line in lines for value in line.values]
+    # 0 / 0 is no number: a gap, as in Grafana.
+    shown = [value for line in lines for value in line.values if math.isfinite(value)] or [0.0]
     low, high = min(shown), max(shown)
     if custom.get("scaleDistribution", {}).get("type") == "log" and low > 0:
         axes.set_yscale("log")

@@ -65,7 +65,7 @@ def targets(document: Mapping[str, Any], variables: Mapping[str, str]) -> Iterat
         for target in panel["targets"]:
             expr = substitute(target["expr"], variables)
             yield Target(
-                panel["title"], target["refId"], expr, target.get("legendFormat", ""), target["instant"], empty
+                panel["title"], target.get("refId", ""), expr, target.get("legendFormat", ""), target["instant"], empty
             )
 
 

@@ -57,6 +57,7 @@ clean() {
   exit "$status"
 }
 trap clean EXIT
+trap 'exit 129' HUP
 trap 'exit 130' INT
 trap 'exit 143' TERM
 
@@ -79,7 +80,7 @@ first_value() {
 
 # value_of VARIABLE (JSON): as the environment says, else its default, else the first that Prometheus has.
 value_of() {
-  local name given definition metric label
+  local name given definition metric label found
   name=$(jq -r .name <<<"$1")
   given="VAR_$name"
   if [ -n "${!given:-}" ]; then
@@ -92,7 +93,9 @@ value_of() {
     definition=$(jq -r .definition <<<"$1")
     label=$(sed -E 's/.*, *([A-Za-z_]+)\)$/\1/' <<<"$definition")
     metric=$(sed -E 's/label_values\(([a-z_]+).*/\1/' <<<"$definition")
-    { first_value "$label" sdc_last_mismatch_timestamp_seconds && first_value "$label" "$metric"; } | head -n 1
+    found=$(first_value "$label" sdc_last_mismatch_timestamp_seconds)
+    [ -n "$found" ] || found=$(first_value "$label" "$metric")
+    printf '%s' "$found"
   fi
 }
 
