@@ -13,9 +13,10 @@ from typing import Any
 
 from sdcwatch.agent.collector import Snapshot
 from sdcwatch.agent.node import Node
+from sdcwatch.agent.openmetrics import Exemplar
 from sdcwatch.agent.otlp_wire import Wire, attributes, clean, nanoseconds, resource_of, scope
 from sdcwatch.catalog import METRICS, Metric
-from sdcwatch.exposition import Sample, parse
+from sdcwatch.exposition import Sample, parse, series
 
 #: Data points in one request: about 1 MB, and gRPC servers take 4 MB unless told otherwise.
 POINTS_A_REQUEST = 2000
@@ -51,7 +52,11 @@ class MetricsEncoder:
                 metric, key = METRICS[sample.name], (sample.name, sample.labels)
                 start = self._start(metric, key, sample.value, snapshot.time)
                 offered[key] = (start, sample.value)
-                points.append((metric, self._point(key, snapshot.time, start, sample.value)))
+                point = self._point(key, snapshot.time, start, sample.value)
+                exemplar = snapshot.exemplars.get(series(*key)) if metric.kind == "counter" else None
+                if exemplar is not None:
+                    point.exemplars.append(self._exemplar(exemplar))
+                points.append((metric, point))
         # A series that is gone from the scrape ends here too, instead of keeping its last value.
         for key in self._known.keys() - offered.keys():
             points.append((METRICS[key[0]], self._point(key, snapshot.time, self._known[key][0], None)))
@@ -84,6 +89,13 @@ class MetricsEncoder:
         else:
             point.as_double = value
         return point
+
+    def _exemplar(self, exemplar: Exemplar) -> Any:
+        return self._wire.metrics.Exemplar(
+            filtered_attributes=attributes(self._wire, dict(exemplar.labels)),
+            time_unix_nano=nanoseconds(exemplar.time),
+            as_double=1.0,
+        )
 
     def _request(self, points: list[tuple[Metric, Any]]) -> Any:
         types = self._wire.metrics

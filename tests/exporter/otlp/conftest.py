@@ -127,7 +127,7 @@ def _http(receiver: Receiver, context: ssl.SSLContext | None = None) -> Threadin
     return server
 
 
-def _grpc(receiver: Receiver) -> Any:
+def _grpc(receiver: Receiver, cert: Path | None = None, key: Path | None = None) -> Any:
     import grpc
     from opentelemetry.proto.collector.logs.v1 import logs_service_pb2 as logs
     from opentelemetry.proto.collector.logs.v1 import logs_service_pb2_grpc as logs_grpc
@@ -155,7 +155,11 @@ def _grpc(receiver: Receiver) -> Any:
     server = grpc.server(futures.ThreadPoolExecutor(2))
     metrics_grpc.add_MetricsServiceServicer_to_server(metrics_service(), server)
     logs_grpc.add_LogsServiceServicer_to_server(logs_service(), server)
-    receiver.url = f"http://127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    if cert is not None and key is not None:
+        credentials = grpc.ssl_server_credentials([(key.read_bytes(), cert.read_bytes())])
+        receiver.url = f"https://127.0.0.1:{server.add_secure_port('127.0.0.1:0', credentials)}"
+    else:
+        receiver.url = f"http://127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     server.start()
     return server
 
@@ -197,6 +201,23 @@ def grpc_receiver(require: Callable[[str], Path]) -> Iterator[Receiver]:
     server = _grpc(got)
     yield got
     server.stop(None).wait(5)
+
+
+@pytest.fixture
+def secure_grpc_receiver(require: Callable[[str], Path]) -> Iterator[Callable[[Path, Path], Receiver]]:
+    """`secure_grpc_receiver(cert, key)` starts one behind TLS."""
+    require("module:opentelemetry.proto")
+    require("module:grpc")
+    servers = []
+
+    def start(cert: Path, key: Path) -> Receiver:
+        got = Receiver()
+        servers.append(_grpc(got, cert, key))
+        return got
+
+    yield start
+    for server in servers:
+        server.stop(None).wait(5)
 
 
 @pytest.fixture(params=["http", "grpc"])

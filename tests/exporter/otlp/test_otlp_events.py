@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from prometheus_client.openmetrics.parser import text_string_to_metric_families
 from sdcwatch.agent.otlp_logs import severity
 from sdcwatch.agent.otlp_outbox import Outbox
 from sdcwatch.spool_folders import user_root
@@ -23,7 +24,7 @@ WHEN = 1_764_600_123.25
 def line(number: int, **changes: Any) -> dict[str, Any]:
     """A journal line as a rank writes it, naming rank 2 on node n2."""
     ranks = [
-        {"rank": n, "local_rank": 0, "node": f"n{n}", "instance": f"i-{n}", "gpu_uuid": f"GPU-{n}"} for n in range(4)
+        {"rank": n, "cluster": "blue", "node": f"n{n}", "instance": f"i-{n}", "gpu_uuid": f"GPU-{n}"} for n in range(4)
     ]
     event = {
         "id": f"sdc-{number:016x}",
@@ -116,6 +117,39 @@ def test_an_event_arrives_as_a_log_record(road: Any, agent: Make, rank: Make) ->
     }
 
 
+def test_an_exemplar_is_the_same_on_both_roads(receiver: Any, http_options: Any, agent: Make, rank: Make) -> None:
+    """The counter that an event moved carries the exemplar that an OpenMetrics scrape shows."""
+    mine = rank(0)
+    suspect = {
+        "training_job": "gpt",
+        "training_cluster": "blue",
+        "training_node": "n2",
+        "training_instance": "i-2",
+        "gpu_uuid": "GPU-2",
+        "rank": "2",
+    }
+    mine.metrics.blame(suspect, "replay", WHEN + 1)
+    mine.write()
+    write(mine, line(1))
+    running = agent(*http_options)
+    text = running.metrics(Accept="application/openmetrics-text; version=1.0.0")
+    scraped = [
+        sample.exemplar
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+        if sample.exemplar is not None
+    ]
+    families = receiver.next_snapshot()
+    pushed = [
+        ({a.key: plain(a.value) for a in exemplar.filtered_attributes}, exemplar.as_double, exemplar.time_unix_nano)
+        for family in families.values()
+        for point in family.sum.data_points
+        for exemplar in point.exemplars
+    ]
+    assert len(scraped) == 1
+    assert pushed == [(one.labels, one.value, int(float(one.timestamp) * 1e9)) for one in scraped]
+
+
 @pytest.mark.parametrize(
     ("event", "text"),
     [
@@ -132,6 +166,7 @@ def test_severity_follows_what_was_proven_and_done(event: dict[str, Any], text: 
     assert severity(event)[1] == text
 
 
+@pytest.mark.integration
 def test_each_event_is_sent_once_over_restarts_and_kills(
     receiver: Any, http_options: Any, agent: Make, rank: Make
 ) -> None:
@@ -182,7 +217,7 @@ def test_an_outage_loses_nothing(receiver: Any, http_options: Any, agent: Make, 
     assert ids(receiver) == numbered(1, 2)
 
 
-@pytest.mark.parametrize("protocol", ["http", "grpc"])
+@pytest.mark.parametrize("protocol", ["http", pytest.param("grpc", marks=pytest.mark.integration)])
 def test_a_black_hole_delays_neither_the_exit_nor_a_scrape(
     black_hole: str,
     receiver: Any,
@@ -220,6 +255,7 @@ def test_a_black_hole_delays_neither_the_exit_nor_a_scrape(
     receiver.until(lambda: ids(receiver) == numbered(1))
 
 
+@pytest.mark.integration
 def test_one_bad_event_does_not_hold_up_the_others(road: Any, agent: Make, rank: Make) -> None:
     """A collector that refuses one record for good still gets those before and after it; that one stays in line."""
     collector, options = road

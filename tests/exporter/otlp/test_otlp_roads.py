@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from sdcwatch.agent.collector import Snapshot
 from sdcwatch.agent.node import Node
 from sdcwatch.agent.otlp_metrics import UNITS
 from sdcwatch.catalog import BLAME, METRICS
@@ -139,9 +140,7 @@ def points(requests: list[Any]) -> dict[str, Any]:
 
 
 def snapshot(when: float, **values: float) -> Any:
-    from sdcwatch.agent.collector import Snapshot
-
-    return Snapshot(when, "".join(f'{name}{{rank="0"}} {value}\n' for name, value in values.items()))
+    return Snapshot(when, tuple((name, f'{name}{{rank="0"}}', float(value)) for name, value in values.items()), {})
 
 
 def test_a_counter_starts_anew_only_where_it_began_anew(require: Make) -> None:
@@ -172,11 +171,10 @@ def test_a_series_that_left_the_scrape_ends_over_otlp_too(require: Make) -> None
 
 def test_a_full_node_is_sent_in_requests_that_grpc_servers_take(require: Make) -> None:
     """9,000 series travel in requests below 4 MB, none lost and none twice."""
-    from sdcwatch.agent.collector import Snapshot
-
     labels = 'training_job="' + "j" * 60 + '",training_cluster="blue",training_node="hyperpod-i-0123456789abcdef0"'
-    text = "".join(f'sdc_training_step{{{labels},rank="{n}"}} {n}\n' for n in range(9000))
-    requests = encoder(require).encode(Snapshot(3000, text))
+    name = "sdc_training_step"
+    rows = tuple((name, f'{name}{{{labels},rank="{n}"}}', float(n)) for n in range(9000))
+    requests = encoder(require).encode(Snapshot(3000, rows, {}))
     assert len(requests) == 5
     assert max(request.ByteSize() for request in requests) < 4 << 20
     sent = [
@@ -219,6 +217,28 @@ def test_an_https_collector_is_checked_and_gets_the_headers(
     assert collector.headers[-1]["authorization"] == "Bearer first"
     headers.write_text("Authorization: Bearer second\n")
     collector.until(lambda: collector.headers[-1]["authorization"] == "Bearer second")
+
+
+@pytest.mark.integration
+@pytest.mark.needs("openssl")
+def test_grpc_goes_through_tls_with_the_headers(
+    secure_grpc_receiver: Make, agent: Make, rank: Make, tmp_path: Path
+) -> None:
+    """The same over gRPC: nothing without the collector's authority, batches with the headers with it."""
+    cert, key = certificate(tmp_path)
+    collector = secure_grpc_receiver(cert, key)
+    headers = tmp_path / "headers"
+    headers.write_text("Authorization: Bearer first\n")
+    rank(0)
+    options = ("--otlp-endpoint", collector.url, "--otlp-protocol", "grpc", "--otlp-interval", "0.2")
+    untrusting = agent(*options, "--otlp-headers-file", headers)
+    lines = iter(untrusting.process.stderr.readline, "")  # gRPC writes lines of its own there
+    assert any("are not sent: UNAVAILABLE" in line for line in lines)
+    untrusting.kill()
+    assert collector.batches("metrics") == []
+    agent(*options, "--otlp-headers-file", headers, "--otlp-ca", cert)
+    collector.until(lambda: collector.batches("metrics"))
+    assert collector.headers[-1]["authorization"] == "Bearer first"
 
 
 def test_scrapes_go_on_and_the_agent_pushes_again_after_an_outage(
