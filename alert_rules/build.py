@@ -6,6 +6,7 @@ branch for an existing routing tree and the operator's AlertmanagerConfig. It ne
 nothing and fails where a committed file differs from what would be written.
 
     python alert_rules/build.py [--check] [--settings FILE] [--out FOLDER]
+    python alert_rules/build.py --into your-alertmanager.yaml > merged.yaml
 """
 
 from __future__ import annotations
@@ -211,6 +212,35 @@ def branch(config: Mapping[str, Any], label: str = "training_cluster") -> dict[s
     }
 
 
+def merge(existing: Mapping[str, Any], ours: Mapping[str, Any]) -> dict[str, Any]:
+    """An Alertmanager configuration of yours with the branch in it.
+
+    Our route comes first and takes only our alerts; receivers and inhibitions are added. Your inhibitions that compare
+    the alert's name compare the training job and what is beside it too: a label that both sides lack counts as equal,
+    so nothing changes for alerts without one, and the critical alert of one job no longer hides the warning of another.
+    """
+    known = {receiver["name"] for receiver in existing.get("receivers", ())}
+    if taken := sorted(known & {receiver["name"] for receiver in ours["receivers"]}):
+        raise SettingsError(f"your configuration has a receiver {taken[0]} already: is the branch in it? Remove it first")
+    root = dict(existing["route"])
+    root["routes"] = [*ours["route"]["routes"], *root.get("routes", ())]
+    inhibitions = []
+    for rule in existing.get("inhibit_rules", ()):
+        equal = list(rule.get("equal", ()))
+        if "alertname" in equal:
+            equal += [label for label in _TELLS_JOBS_APART if label not in equal]
+        inhibitions.append({**rule, "equal": equal} if equal else rule)
+    return {
+        **existing,
+        "route": root,
+        "inhibit_rules": [*inhibitions, *ours["inhibit_rules"]],
+        "receivers": [*existing.get("receivers", ()), *ours["receivers"]],
+    }
+
+
+_TELLS_JOBS_APART = ("training_job", "training_cluster", "training_instance", "check", "verdict")
+
+
 def _matchers(matchers: list[str]) -> Iterator[dict[str, str]]:
     for matcher in matchers:
         match = re.fullmatch(r'(\w+)(=~|!~|!=|=)"(.*)"', matcher)
@@ -296,9 +326,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--check", action="store_true", help="write nothing; fail where a file is out of date")
     parser.add_argument("--settings", type=Path, default=HERE / "settings.toml", help="another settings file")
     parser.add_argument("--out", type=Path, default=HERE, help="another folder to write to")
+    parser.add_argument("--into", type=Path, help="print this Alertmanager configuration with our branch in it")
     chosen = parser.parse_args(arguments)
     try:
         files = build(tomllib.loads(chosen.settings.read_text()))
+        if chosen.into:
+            merged = merge(yaml.safe_load(chosen.into.read_text()), yaml.safe_load(files["alertmanager-branch.yaml"]))
+            print(yaml.dump(merged, Dumper=_Dumper, sort_keys=False, width=118, allow_unicode=True), end="")
+            return 0
     except (SettingsError, tomllib.TOMLDecodeError, OSError) as error:
         print(f"build.py: {error}", file=sys.stderr)
         return 1

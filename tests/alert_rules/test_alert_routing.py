@@ -47,7 +47,7 @@ def test_amtool_accepts_the_configuration(require: Require) -> None:
     subprocess.run([require("amtool"), "check-config", CONFIG], check=True, capture_output=True, timeout=60)
 
 
-@pytest.mark.parametrize(("name", "severity"), rule_labels(), ids="-".join)
+@pytest.mark.parametrize(("name", "severity"), rule_labels(), ids=str)
 def test_each_alert_reaches_its_receivers_and_no_other(name: str, severity: str, require: Require) -> None:
     """Only an attributed mismatch rings automation's doorbell; what names nobody goes to the job's owner."""
     labels = ["category=sdc", f"alertname={name}", f"severity={severity}", "training_job=gpt"]
