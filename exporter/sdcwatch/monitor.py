@@ -23,6 +23,7 @@ import torch.distributed as dist
 from sdcwatch import coverage, environment, start
 from sdcwatch.agent.start import ensure_agent
 from sdcwatch.checkpoint_trust import CheckpointTrust
+from sdcwatch.checks.conservation import undefined
 from sdcwatch.checks.replay import LossFunction
 from sdcwatch.contain import Halt
 from sdcwatch.epoch import Epoch, Watched
@@ -35,6 +36,7 @@ from sdcwatch.settings import Settings, disabled
 from sdcwatch.spool import Spool
 from sdcwatch.spool_folders import job_root, user_root
 from sdcwatch.verdict import Verdict
+from sdcwatch.verdict.records import ALLREDUCE_CONSERVATION
 
 PHASES = ("training", "evaluating", "checkpointing")
 
@@ -223,11 +225,14 @@ class Monitor:
             replay_every=settings.replay_every,
             replay_off=_replay_off(membership),
             nodes=len(membership.nodes),
+            conservation_off=_conservation_off(watched),
         )
         if len(membership.nodes) < 2:
             self._epoch.replay_off = "disabled"
         for line in self._coverage:
-            reporter.metrics.set("sdc_detector_enabled", float(line.enabled), check=line.check)
+            # Not defined under a comm hook is not switched off: no series, so that SDCCheckDisabled stays silent.
+            if line.enabled or line.check != ALLREDUCE_CONSERVATION:
+                reporter.metrics.set("sdc_detector_enabled", float(line.enabled), check=line.check)
             reporter.metrics.set("sdc_coverage_bytes", line.covered_bytes, check=line.check, covered="yes")
             reporter.metrics.set("sdc_coverage_bytes", line.uncovered_bytes, check=line.check, covered="no")
         if exchange.rank == 0:
@@ -359,6 +364,11 @@ def _refuse_second(ddp: torch.nn.Module) -> None:
             else "this process already has a Monitor on another model: one DDP model a process can be watched; "
             "close() the first"
         )
+
+
+def _conservation_off(watched: Watched) -> str:
+    hooked = undefined(watched.ddp) is not None
+    return "comm_hook: the reduce is the user's own, not a plain average" if hooked else ""
 
 
 def _replay_off(membership: start.Membership) -> str:

@@ -14,7 +14,10 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 #: Raised when the layout of a row changes; rows of another version are transport faults, never mismatches.
-ROW_VERSION = 1
+ROW_VERSION = 2
+
+#: Groups of neighbouring parameters that have a conservation checksum of their own.
+CONSERVATION_GROUPS = 4
 
 _MASK64 = (1 << 64) - 1
 
@@ -77,6 +80,22 @@ class Row:
     batch_signature: int | None = u64()  # digest of input structure, shapes and dtypes, autocast, number of batches
     free_memory: int | None = i64()  # bytes on the device that an audit may use
     replay_ready: int | None = i64()  # 1 when this rank can audit this step; else a negative SkipReason code
+    conservation: int | None = i64()  # 1 where the sums below were measured; else a negative SkipReason code
+    gradient_edits: int | None = i64()  # moves of the gradients' version counters between the two sums
+    # By group of parameters: weighted sum of the local gradients before the reduce, of the reduced gradient on this
+    # rank, and the L2 norm of the rounding errors that this rank's share of the average may bring.
+    local_sum_0: float | None = f64()
+    local_sum_1: float | None = f64()
+    local_sum_2: float | None = f64()
+    local_sum_3: float | None = f64()
+    reduced_sum_0: float | None = f64()
+    reduced_sum_1: float | None = f64()
+    reduced_sum_2: float | None = f64()
+    reduced_sum_3: float | None = f64()
+    reduce_noise_0: float | None = f64()
+    reduce_noise_1: float | None = f64()
+    reduce_noise_2: float | None = f64()
+    reduce_noise_3: float | None = f64()
 
 
 @dataclass(frozen=True, slots=True)

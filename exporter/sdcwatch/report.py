@@ -16,6 +16,8 @@ from collections.abc import Sequence
 
 from sdcwatch import event as events
 from sdcwatch.catalog import ACCUSING_CHECKS, CHECKS, TRAINING_STATES
+from sdcwatch.checks.norm_history import BOUND as OWN_BOUND
+from sdcwatch.checks.norm_history import NormHistory
 from sdcwatch.errors import SpoolError
 from sdcwatch.identity import Identity
 from sdcwatch.metrics import RankMetrics
@@ -55,6 +57,7 @@ class Reporter:
         self._written = 0.0
         self._swallowed: set[str] = set()
         self._ran: dict[str, float] = {}
+        self._norms = NormHistory()
         self.metrics = RankMetrics(
             self.identity.labels(),
             writes_node=self.identity.local_rank == 0,
@@ -132,10 +135,12 @@ class Reporter:
             metrics.set("sdc_last_check_timestamp_seconds", min(self._ran.values()))
         if row.local_norm is not None:
             metrics.set("sdc_gradient_norm", row.local_norm)
+        own = self._norms.observe(row.local_norm) if row.local_norm is not None else None
         if judgement.deviations:
             deviation = judgement.deviations[self.rank]
             metrics.set("sdc_gradient_norm_deviation", deviation)
-            metrics.inc("sdc_gradient_norm_anomalies_total", float(deviation > DEVIATION_BOUND))
+            odd = deviation > DEVIATION_BOUND or (own is not None and own > OWN_BOUND)
+            metrics.inc("sdc_gradient_norm_anomalies_total", float(odd))
         metrics.inc("sdc_nonfinite_gradients_total", float(bool(row.local_nonfinite)))
         metrics.inc("sdc_calibration_outliers_total", float(self.rank in judgement.calibration_outliers))
         if checked is not None:

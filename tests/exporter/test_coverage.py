@@ -86,6 +86,16 @@ def test_replay_that_is_off_says_why(change: dict[str, Any], enabled: bool, reas
     assert ("OFF" in table(lines, sizes, 0.0)) is not enabled
 
 
+def test_conservation_under_a_comm_hook_covers_nothing_and_says_so() -> None:
+    """Its bytes are uncovered and the log shows why."""
+    net, parameters, optimizer = model()
+    sizes = measure(net, parameters, optimizer)
+    lines = describe(sizes, **OPTIONS, conservation_off="comm_hook: the user's own")
+    line = next(line for line in lines if line.check == "allreduce_conservation")
+    assert (line.enabled, line.covered_bytes, line.uncovered_bytes) == (False, 0, sizes.parameters[0])
+    assert "OFF (comm_hook" in table(lines, sizes, 0.0)
+
+
 def test_each_check_that_runs_has_a_line_with_its_cadence() -> None:
     """Two nodes can name nobody, and the line says so."""
     net, parameters, optimizer = model()
@@ -94,6 +104,7 @@ def test_each_check_that_runs_has_a_line_with_its_cadence() -> None:
     assert {name: line.every for name, line in lines.items()} == {
         "gradient_norm": 2,
         "gradient_checksum": 2,
+        "allreduce_conservation": 2,
         "weight_checksum": 2,
         "replay": 10,
     }

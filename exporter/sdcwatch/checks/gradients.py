@@ -8,7 +8,7 @@ the L2 norm always and the fingerprint on audit steps. It never writes to a grad
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -25,6 +25,7 @@ class LocalGradients:
         parameters: the parameters that DDP reduces, in module order.
         reducing: tells whether the running backward will reduce (False under `no_sync` and inside `join`).
         first: called once a reducing backward, from its first hook, on the autograd thread.
+        further: what else looks at each local gradient, by parameter index.
     """
 
     def __init__(
@@ -33,9 +34,12 @@ class LocalGradients:
         *,
         reducing: Callable[[], bool],
         first: Callable[[], None],
+        further: Callable[[int, torch.Tensor], None] | None = None,
     ) -> None:
         self._reducing = reducing
         self._first = first
+        self._further = further
+        self._failure: Exception | None = None
         self._norms: dict[int, torch.Tensor] = {}
         self._digests: dict[int, int] = {}
         self._handles: list[RemovableHandle] = []
@@ -47,27 +51,44 @@ class LocalGradients:
         def observe(parameter: torch.Tensor) -> None:
             if not self._reducing():
                 return
-            self._first()
-            gradient = parameter.grad
-            if gradient is None:
-                return
-            self._norms[index] = norm(gradient)
-            if self.audited:
-                self._digests[index] = fingerprint([gradient])
+            try:
+                self._first()
+                if parameter.grad is not None:
+                    self._look(index, parameter.grad)
+            except Exception as error:  # our border: the user's backward goes on, and `norms` says it to the row
+                self._failure = error
 
         return observe
+
+    def _look(self, index: int, gradient: torch.Tensor) -> None:
+        self._norms[index] = norm(gradient)
+        if self.audited:
+            self._digests[index] = fingerprint([gradient])
+        if self._further is not None:
+            self._further(index, gradient)
 
     def begin(self, *, audited: bool) -> None:
         """Forgets the last backward; `audited` asks for fingerprints in the next one."""
         self._norms.clear()
         self._digests.clear()
+        self._failure = None
         self.audited = audited
+
+    def norms(self) -> Mapping[int, torch.Tensor]:
+        """L2 norm of each local gradient seen, by parameter index, as 0-d tensors.
+
+        Raises:
+            Exception: what a hook of ours ran into during this backward.
+        """
+        if self._failure is not None:
+            raise self._failure
+        return self._norms
 
     def norm(self) -> float:
         """L2 norm over all parameters seen, in float64; NaN or Inf where the gradient (or its square) is."""
-        if not self._norms:
+        if not self.norms():
             return 0.0
-        norms = list(self._norms.values())
+        norms = list(self.norms().values())
         # a model may lie on several devices
         values = torch.stack([n.to(norms[0].device, torch.float64) for n in norms])
         return float(values.square().sum().sqrt())

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from sdcwatch.observation import AuditRow, Row, RowError
+from sdcwatch.observation import CONSERVATION_GROUPS, AuditRow, Row, RowError
 from sdcwatch.verdict import Group, History, Judgement, judge, plan_audit, tie_breaks
 
 #: Field -> rank -> fault. On a digest the fault is XORed into the healthy value; any other field takes it as its value.
@@ -30,6 +30,12 @@ def group_of(*ranks_per_node: int) -> Group:
 
 def _value(name: str, *key: int) -> int:
     return zlib.crc32(f"{name}{key}".encode()) | 1 << 40
+
+
+def _conserved(rank: int, group: int) -> dict[str, float]:
+    """Sums of one group of parameters that agree within rounding."""
+    share = 1.0 + group
+    return {"local_sum": share, "reduced_sum": share * (1 + 1e-9), "reduce_noise": 1e-8 * (1 + rank % 3)}
 
 
 def healthy_row(group: Group, rank: int, step: int, first: int) -> Row:
@@ -57,6 +63,9 @@ def healthy_row(group: Group, rank: int, step: int, first: int) -> Row:
         batch_signature=21,
         free_memory=1 << 30,
         replay_ready=1,
+        conservation=1,
+        gradient_edits=1,
+        **{f"{name}_{g}": value for g in range(CONSERVATION_GROUPS) for name, value in _conserved(rank, g).items()},
     )
     if step == first:
         return row

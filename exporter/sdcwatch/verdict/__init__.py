@@ -7,6 +7,7 @@ Flow: observation -> exchange -> **verdict** -> contain, event, metrics.
     group.py        who is where                      partition.py   equality classes and the strict majority
     intake.py       transport faults and void rows    signs.py       positive signs of software
     gradient.py     gradient checks                   weights.py     weights and optimizer state
+    conservation.py is the reduced gradient the average of the local ones
     audit.py        plan, calibrate, gather           edges.py       replay's edge table
     replay.py       one audit                         engine.py      judge, combine
 """

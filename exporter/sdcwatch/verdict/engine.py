@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from sdcwatch.observation import Row, RowError
 from sdcwatch.verdict.columns import Columns
+from sdcwatch.verdict.conservation import judge_conservation
 from sdcwatch.verdict.gradient import NormHint, gradient_differs, judge_gradient, judge_norms
 from sdcwatch.verdict.group import Group
 from sdcwatch.verdict.history import History, transport_topic
@@ -18,12 +19,14 @@ from sdcwatch.verdict.intake import Intake, receive
 from sdcwatch.verdict.outcome import Outcome
 from sdcwatch.verdict.partition import sizes
 from sdcwatch.verdict.records import (
+    ALLREDUCE_CONSERVATION,
     CLEAN,
     CONTAINS_FROM,
     GRADIENT_CHECKSUM,
     GRADIENT_NORM,
     INCONCLUSIVE,
     REPLAY,
+    ROW_CHECKS,
     TRANSPORT,
     WEIGHT_CHECKSUM,
     Judgement,
@@ -33,8 +36,6 @@ from sdcwatch.verdict.records import (
 )
 from sdcwatch.verdict.replay import AuditRows, judge_replay, transport_fault
 from sdcwatch.verdict.weights import judge_weights
-
-_ROW_CHECKS = (GRADIENT_NORM, GRADIENT_CHECKSUM, WEIGHT_CHECKSUM)
 
 
 def judge(
@@ -71,9 +72,13 @@ def judge(
     completed = _completed(before, columns)
     current, clean_before = _advance(weights, columns, completed)
     gradient = judge_gradient(current, group, step, columns, clean_before)
+    conservation, gradient = judge_conservation(gradient, group, step, columns, clean_before)
     norms = judge_norms(group, columns)
     outcomes = {GRADIENT_CHECKSUM: gradient, WEIGHT_CHECKSUM: weights}
     after = gradient.history
+    if conservation is not None:
+        outcomes[ALLREDUCE_CONSERVATION] = conservation
+        after = conservation.history
     if audit is not None:
         outcomes[REPLAY] = judge_replay(after, group, step, columns, audit, tie)
         after = outcomes[REPLAY].history
@@ -127,7 +132,7 @@ def _nothing_to_compare(history: History, group: Group, intake: Intake, due: boo
     if intake.faults:
         verdicts = (transport_fault(history, group, intake.step, GRADIENT_CHECKSUM, intake.faults),)
         after = after.with_open(transport_topic(GRADIENT_CHECKSUM), verdicts)
-    checks = tuple((check, "skipped:error") for check in (*_ROW_CHECKS, *((REPLAY,) if due else ())))
+    checks = tuple((check, "skipped:error") for check in (*ROW_CHECKS, *((REPLAY,) if due else ())))
     judgement = Judgement(
         verdicts=verdicts,
         checks=checks,
@@ -157,7 +162,7 @@ def _completed(history: History, columns: Columns) -> int | None:
 def _advance(weights: Outcome, columns: Columns, completed: int | None) -> tuple[History, int | None]:
     """Moves the newest checked step, and says how far the state is clean whatever this step's gradient shows."""
     history = weights.history
-    if history.open:
+    if history.open or history.spoiled:
         return history, history.checked
     if not columns.complete("weights_now"):
         return history, completed

@@ -41,6 +41,9 @@ class History:
         steps: each rank's own step number of that exchange, only where they differed.
         config: partition by schema, loss scale and step number; None before the first run.
         gradient: partition of the reduced gradient at its newest run; None before the first.
+        conserved: whether the reduced gradient was the average of the local ones at the newest run; None before it.
+        gradient_edits: moves of the gradients' version counters at the newest conserved run, a rank.
+        spoiled: a wrong gradient was the same on all replicas: no later step is checked in this epoch.
         weights: partition of the parameters where last seen; None before the first.
         state: partition of the optimizer state where last seen; None before the first.
         signs: signs of software in the newest exchange; the optimizer step that followed ran under them.
@@ -59,6 +62,9 @@ class History:
     steps: tuple[int, ...] = ()
     config: Partition | None = None
     gradient: Partition | None = None
+    conserved: bool | None = None
+    gradient_edits: tuple[int | None, ...] = ()
+    spoiled: bool = False
     weights: Partition | None = None
     state: Partition | None = None
     signs: tuple[str, ...] = ()

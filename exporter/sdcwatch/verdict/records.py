@@ -16,7 +16,9 @@ ATTRIBUTED, INCONCLUSIVE, SOFTWARE, UNDEFINED = "attributed", "inconclusive", "s
 CLEAN, DIFFERS = "clean", "differs"
 
 GRADIENT_NORM, GRADIENT_CHECKSUM = "gradient_norm", "gradient_checksum"
-WEIGHT_CHECKSUM, REPLAY = "weight_checksum", "replay"
+ALLREDUCE_CONSERVATION, WEIGHT_CHECKSUM, REPLAY = "allreduce_conservation", "weight_checksum", "replay"
+#: Checks whose numbers travel in every row.
+ROW_CHECKS = (GRADIENT_NORM, GRADIENT_CHECKSUM, ALLREDUCE_CONSERVATION, WEIGHT_CHECKSUM)
 
 REDUCE, OPTIMIZER_COMPUTE, BACKWARD_COMPUTE = "reduce", "optimizer compute", "backward compute"
 WEIGHTS_AT_REST, STATE_AT_REST, CODE, TRANSPORT = "weights at rest", "optimizer state at rest", "code", "transport"
@@ -95,7 +97,7 @@ class Judgement:
     @classmethod
     def void(cls, step: int, size: int = 0) -> Judgement:
         """A judgement that says nothing, for a rank whose own judging failed: it still takes part in `combine`."""
-        checks = tuple((check, "skipped:error") for check in (GRADIENT_NORM, GRADIENT_CHECKSUM, WEIGHT_CHECKSUM))
+        checks = tuple((check, "skipped:error") for check in ROW_CHECKS)
         return cls((), checks, {}, 0, digest_of(step, ()), step, size)
 
 

@@ -1,0 +1,214 @@
+"""Conservation: the reduced gradient must be the average of the local ones, seen through a linear checksum.
+
+Each rank takes a float64 weighted sum of its local gradients before the reduce, and the same of the reduced gradient
+after it. The weights are pseudo-random (a sign and a magnitude for each position), so a wrong, moved or swapped element
+shows, and rounding errors, which know nothing of the weights, average out. It reads each gradient once, in chunks, and
+never writes to one. It compares nothing: `verdict.conservation` does. Flow: LocalGradients -> **conservation** -> row.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from sdcwatch.observation import CONSERVATION_GROUPS, SkipReason
+
+_CHUNKS = {"cpu": 1 << 15, "other": 1 << 22}
+# The weights move by this many positions from one backward to the next: what one step's weights hide, the next show.
+_SHIFTS, _STRIDE = 4096, 1277
+_SEED = 20210817
+#: Float64 sums over a whole chunk are no better than this, whatever the gradient's own precision.
+_SUMMING = 2.0**-40
+#: From this many units of rounding on (many ranks, few bits) errors no longer add up like random ones.
+_COHERENT = 0.25
+_REPLACED = 1 << 20
+
+
+class Conservation:
+    """The checksums of one rank.
+
+    Attributes:
+        hook_seconds: spent during the running backward.
+        row_seconds: spent on the newest row.
+
+    Args:
+        ddp: the model whose reduce is watched.
+        parameters: those whose gradients DDP reduces, in module order.
+        size: ranks of the group.
+    """
+
+    def __init__(self, ddp: DistributedDataParallel, parameters: Sequence[torch.nn.Parameter], size: int) -> None:
+        self.hook_seconds = 0.0
+        self.row_seconds = 0.0
+        self._ddp = ddp
+        self._parameters = parameters
+        self._size = size
+        self._due = False
+        self._shift = 0
+        self._local: dict[int, torch.Tensor] = {}
+        self._marks: dict[int, tuple[int, int]] = {}
+        self._stale: frozenset[int] = frozenset()
+        self._odd = False
+        self._reason: str | None = None
+        self._weights: dict[torch.device, torch.Tensor] = {}
+        self._buffers: dict[torch.device, torch.Tensor] = {}
+        self._factors: dict[int, torch.Tensor] = {}
+
+    def begin(self, count: int, *, due: bool) -> None:
+        """From the first hook of a reducing backward.
+
+        Args:
+            count: how many reducing backwards ran before, equal on all ranks.
+            due: whether this one is checked.
+        """
+        self.hook_seconds = self.row_seconds = 0.0
+        self._shift = count * _STRIDE % _SHIFTS
+        self._local.clear()
+        self._marks.clear()
+        self._odd = False
+        self._reason = undefined(self._ddp) if due else None
+        self._due = due and self._reason is None
+        # DDP reduces what an unused parameter's `grad` held before, and no hook of ours saw that.
+        self._stale = (
+            frozenset(i for i, p in enumerate(self._parameters) if p.grad is not None)
+            if self._due and self._may_be_unused
+            else frozenset()
+        )
+
+    @property
+    def _may_be_unused(self) -> bool:
+        return bool(self._ddp.find_unused_parameters or getattr(self._ddp, "static_graph", False))
+
+    def local(self, index: int, gradient: torch.Tensor) -> None:
+        """Takes one parameter's gradient as this rank's backward left it, before DDP reads it."""
+        if not self._due:
+            return
+        begin = time.perf_counter()
+        if gradient.layout is not torch.strided:
+            self._odd = True
+            return
+        self._local[index] = self._checksum(index, gradient)
+        self._marks[index] = (gradient.data_ptr(), gradient._version)
+        self.hook_seconds += time.perf_counter() - begin
+
+    def fields(self, norms: Mapping[int, torch.Tensor]) -> dict[str, Any]:
+        """The row's fields, at the end of the backward.
+
+        Args:
+            norms: L2 norm of each local gradient by parameter index.
+        """
+        begin = time.perf_counter()
+        reason = self._reason or self._unseen()
+        if reason is not None:
+            return {"conservation": SkipReason.code(reason)}
+        reduced = {i: self._checksum(i, p.grad) for i, p in enumerate(self._parameters) if p.grad is not None}
+        local, after, sizes = _numbers(self._local, reduced, norms)
+        noise = {i: self._noise(self._parameters[i], size) for i, size in sizes.items() if i in local}
+        found: dict[str, Any] = {"conservation": 1, "gradient_edits": self._edits()}
+        for name, values, add in (
+            ("local_sum", local, sum),
+            ("reduced_sum", after, sum),
+            ("reduce_noise", noise, _root_of_squares),
+        ):
+            for group, part in enumerate(self._by_group(values)):
+                found[f"{name}_{group}"] = float(add(part))
+        self.row_seconds = time.perf_counter() - begin
+        return found
+
+    def _unseen(self) -> str | None:
+        """A reason where some gradient that DDP reduced was not read before the reduce."""
+        if not self._due or self._odd:
+            return "undefined"
+        unfired = [i for i in range(len(self._parameters)) if i not in self._local]
+        if unfired and not self._may_be_unused:
+            return "undefined"
+        return "undefined" if self._stale.intersection(unfired) else None
+
+    def _edits(self) -> int:
+        """The furthest that a version counter moved between our look and now; DDP itself moves all of them alike."""
+        furthest = 0
+        for index, (pointer, version) in self._marks.items():
+            gradient = self._parameters[index].grad
+            same = gradient is not None and gradient.data_ptr() == pointer
+            furthest = max(furthest, gradient._version - version if gradient is not None and same else _REPLACED)
+        return furthest
+
+    def _by_group(self, values: Mapping[int, float]) -> list[list[float]]:
+        """Parameters next to each other share a group: their gradients are of a size."""
+        groups: list[list[float]] = [[] for _ in range(CONSERVATION_GROUPS)]
+        for index, value in values.items():
+            groups[index * CONSERVATION_GROUPS // len(self._parameters)].append(value)
+        return groups
+
+    def _noise(self, parameter: torch.nn.Parameter, norm: float) -> float:
+        """What rounding may do to one parameter's weighted sum: the L2 norm of its errors, from this rank's share."""
+        gradient = parameter.grad
+        dtype = (gradient if gradient is not None else parameter).dtype
+        info = torch.finfo(dtype)
+        unit = max(info.eps / 2, _SUMMING)
+        roundings = self._size + 1  # 1/W itself, the product with it, and W - 1 sums
+        steps = roundings if roundings * unit > _COHERENT else math.sqrt(roundings)
+        smallest = info.smallest_normal if dtype is not torch.float16 else info.smallest_normal * info.eps
+        return steps * unit * norm + roundings * smallest * math.sqrt(parameter.numel())
+
+    def _checksum(self, index: int, gradient: torch.Tensor) -> torch.Tensor:
+        """The weighted sum of one gradient in float64, 0-d, on the gradient's device."""
+        value = gradient.detach()
+        if value.is_complex():
+            value = torch.view_as_real(value.resolve_conj())
+        flat = value.reshape(-1)  # a copy of one parameter where its gradient is not contiguous
+        device = flat.device
+        chunk = _CHUNKS["cpu" if device.type == "cpu" else "other"]
+        weights, buffer = self._tables(device, chunk)
+        parts = []
+        for start in range(0, flat.numel(), chunk):
+            piece = flat[start : start + chunk]
+            work = buffer[: piece.numel()].copy_(piece)
+            parts.append(torch.dot(work, weights[self._shift : self._shift + piece.numel()]))
+        if not parts:
+            return torch.zeros((), dtype=torch.float64, device=device)
+        return torch.stack(parts).dot(self._chunk_factors(index, len(parts), device))
+
+    def _tables(self, device: torch.device, chunk: int) -> tuple[torch.Tensor, torch.Tensor]:
+        if device not in self._weights:
+            self._weights[device] = weights(chunk + _SHIFTS, _SEED).to(device)
+            self._buffers[device] = torch.empty(chunk, dtype=torch.float64, device=device)
+        return self._weights[device], self._buffers[device]
+
+    def _chunk_factors(self, index: int, count: int, device: torch.device) -> torch.Tensor:
+        if index not in self._factors or self._factors[index].device != device:
+            self._factors[index] = weights(count, _SEED + 1 + index).to(device)
+        return self._factors[index]
+
+
+def undefined(ddp: DistributedDataParallel) -> str | None:
+    """Why the reduce of this model is no plain average (`comm_hook`); None where it is one."""
+    # Built-in hooks leave no trace on the Python side but this one.
+    hooked = ddp._comm_hooks or ddp._get_ddp_logging_data().get("comm_hook")
+    return "comm_hook" if hooked or getattr(ddp, "_delay_all_reduce_params", None) else None
+
+
+def weights(count: int, seed: int) -> torch.Tensor:
+    """Pseudo-random float64 weights with |w| in [0.5, 1), equal on every rank; the global RNG is not touched."""
+    generator = torch.Generator().manual_seed(seed)
+    magnitude = 0.5 + 0.5 * torch.rand(count, dtype=torch.float64, generator=generator)
+    sign = torch.randint(0, 2, (count,), generator=generator) * 2 - 1
+    return magnitude * sign
+
+
+def _numbers(*columns: Mapping[int, torch.Tensor]) -> list[dict[int, float]]:
+    """Several columns of 0-d tensors as floats, with one host read for all of them."""
+    flat = [tensor for column in columns for tensor in column.values()]
+    if not flat:
+        return [{} for _ in columns]
+    values = iter(torch.stack([t.to(flat[0].device, torch.float64) for t in flat]).tolist())
+    return [{index: next(values) for index in column} for column in columns]
+
+
+def _root_of_squares(values: Sequence[float]) -> float:
+    return math.sqrt(sum(value * value for value in values))
