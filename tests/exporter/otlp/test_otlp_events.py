@@ -281,7 +281,9 @@ def test_one_bad_event_does_not_hold_up_the_others(road: Any, agent: Make, rank:
 def test_odd_lines_cost_no_batch(receiver: Any, http_options: Any, agent: Make, rank: Make) -> None:
     """Numbers beyond 64 bits, NaN, lone surrogates, missing fields and a torn line: every whole event arrives."""
     mine = rank(0)
-    write(mine, line(1, step=2**70, world_size=-(2**63), sentence="\ud800 x", suspects=[2**80], path=None))
+    odd = line(1, step=2**70, world_size=-(2**63), sentence="\ud800 x", suspects=[2**80], path=None)
+    with (mine.spool.directory / "rank-0.events.jsonl").open("ab") as journal:
+        journal.write(json.dumps(odd).encode() + b"\n")
     bare = {"schema": 1, "event": {"id": "bare", "time": 5.0}, "reporter": None, "detail": {}}
     write(mine, bare, line(3, time=1e300, ranks="?", suspects="all", kind=7))
     with (mine.spool.directory / "rank-0.events.jsonl").open("ab") as journal:
