@@ -16,8 +16,6 @@ from typing import Any
 
 from queries import Target, marks, targets
 
-#: Samples a line at most, as the panels themselves say.
-POINTS = 300
 SECONDS = 20.0
 #: Where the first value of a variable is looked for: what a fault was about is what the reviewer wants to see.
 _NAMED = "sdc_last_mismatch_timestamp_seconds"
@@ -83,7 +81,7 @@ class Source:
         if target.instant:
             data = self.ask("query", {"query": target.expr, "time": self.end})
         else:
-            step = max((self.end - self.start) / POINTS, 1.0)
+            step = max((self.end - self.start) / target.points, 1.0)
             data = self.ask("query_range", {"query": target.expr, "start": self.start, "end": self.end, "step": step})
         found = []
         for series in data["result"]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ def draw(
     mpl.use("Agg")
     from matplotlib.figure import Figure
     from matplotlib.patches import Rectangle
+    from PIL import Image
 
     rows = max(panel["gridPos"]["y"] + panel["gridPos"]["h"] for panel in document["panels"])
     height = rows * _UNIT_HEIGHT + 0.5
@@ -54,7 +56,11 @@ def draw(
         else:
             axes = figure.add_axes((x + 0.009, y + 0.4 * unit, w - 0.018, (h - 1.7) * unit))
         _draw_panel(axes, panel, answers[panel["title"]], marks, source)
-    figure.savefig(path, dpi=72, facecolor=_PAPER)
+    # Few colours make a picture small enough to be kept in a repository.
+    drawn = BytesIO()
+    figure.savefig(drawn, dpi=72, facecolor=_PAPER)
+    with Image.open(drawn) as picture:
+        picture.convert("RGB").quantize(128).save(path, optimize=True)
 
 
 def _draw_panel(

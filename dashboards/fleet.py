@@ -151,9 +151,9 @@ PANELS = (
             Query(
                 worst(
                     "training_job",
-                    f"sum by (training_job) (max by (training_job, rank, check) (sdc_mismatches_total{{{_C}}})) > 0",
+                    f"sum by (training_job) (max by (training_job, rank, check) (sdc_mismatches_total{{{_C}}} > 0))",
                     "sum by (training_job) (max by (training_job, rank, check) "
-                    f"(max_over_time(sdc_mismatches_total{{{_C}}}[$__range] {END})))",
+                    f"(max_over_time(sdc_mismatches_total{{{_C}}}[$__range] {END}) > 0))",
                 ),
                 "{{training_job}} names a rank",
             ),

@@ -107,8 +107,7 @@ OURS = (
         [
             Query(f"max by (training_job) (sdc_gradient_norm{{{_GPU}}})", "this GPU, {{training_job}}"),
             Query(
-                "quantile by (training_job) (0.5, "
-                'max by (training_job, rank) (sdc_gradient_norm{training_job=~"$job"})) '
+                'quantile by (training_job) (0.5, sdc_gradient_norm{training_job=~"$job"}) '
                 f"and on (training_job) max by (training_job) (sdc_gradient_norm{{{_GPU}}})",
                 "median of the ranks, {{training_job}}",
             ),
@@ -166,7 +165,7 @@ OURS = (
         [Query(f"count(DCGM_FI_DEV_GPU_TEMP{{{_DCGM}}}) > bool 0 or vector(0)", "DCGM")],
         kind="states",
         width=24,
-        height=4,
+        height=5,
         words=[("0", "no DCGM for this GPU", "orange"), ("1", "seen", "green")],
     ),
 )

@@ -10,7 +10,7 @@ from annotations import annotations
 from grafana_foundation_sdk.builders import dashboard as builder
 from links import HEALTH, JOB_OF
 from panels import Panel, Query, frame, place, text_variable
-from promql import END, worst
+from promql import END, outliers, worst
 
 _AGENTS = 'job="$agents"'
 _NODE = "training_node"
@@ -20,7 +20,7 @@ _NOTHING_YET = "nothing of this kind happened since the service started"
 
 def _top_nodes(metric: str) -> str:
     """A gauge of the agents, on the nodes where it was largest in the range."""
-    return worst(_NODE, f"max by ({_NODE}) ({metric})", f"max by ({_NODE}) (max_over_time({metric}[$__range] {END}))")
+    return outliers(_NODE, _NODE, metric, f"max by ({_NODE}) (max_over_time({metric}[$__range] {END}))")
 
 
 def _counts(title: str, question: str, metric: str, label: str, *, width: int = 8, empty: str = _NOTHING_YET) -> Panel:
@@ -53,9 +53,11 @@ WATCHING = (
         "s",
         [
             Query(
-                worst(
+                "time() - "
+                + outliers(
                     _NODE,
-                    f"time() - max by ({_NODE}) (sdc_agent_last_scrape_timestamp_seconds)",
+                    _NODE,
+                    "sdc_agent_last_scrape_timestamp_seconds",
                     f"time() - max by ({_NODE}) (sdc_agent_last_scrape_timestamp_seconds {END})",
                 ),
                 "{{training_node}}",
@@ -90,7 +92,7 @@ WATCHING = (
         "none",
         [
             Query("sum(max by (training_job, training_cluster) (sdc_world_size))", "expected"),
-            Query(f"sum(max by ({_NODE}, training_instance) (sdc_agent_ranks_seen))", "alive"),
+            Query("sum(sdc_agent_ranks_seen)", "alive"),
         ],
         width=8,
         minimum=0,
@@ -162,12 +164,12 @@ WATCHING = (
         "none",
         [
             Query(
-                "sum by (reason) (max by (training_node, reason) (sdc_agent_series_dropped_total))",
+                "sum by (reason) (sdc_agent_series_dropped_total)",
                 "series: {{reason}}",
             ),
-            Query("sum(max by (training_node) (sdc_agent_parse_errors_total))", "unreadable lines"),
+            Query("sum(sdc_agent_parse_errors_total)", "unreadable lines"),
             Query(
-                "sum by (reason) (max by (training_node, reason) (sdc_agent_requests_refused_total))",
+                "sum by (reason) (sdc_agent_requests_refused_total)",
                 "requests: {{reason}}",
             ),
         ],
@@ -177,14 +179,12 @@ WATCHING = (
     ),
     Panel(
         "Clocks",
-        "Could a node's clock hide an event? Age of the newest step when it was scraped, youngest and oldest node: "
-        "below zero a clock runs ahead.",
+        "Could a node's clock hide an event? Time of the newest step, by its own node's clock, less Prometheus's time: "
+        "above zero a clock runs ahead. An event from more than 60 s ahead does not page.",
         "s",
         [
-            Query("min(timestamp(sdc_last_step_timestamp_seconds) - sdc_last_step_timestamp_seconds)", "most ahead"),
-            Query(
-                "quantile(0.5, timestamp(sdc_last_step_timestamp_seconds) - sdc_last_step_timestamp_seconds)", "median"
-            ),
+            Query("max(sdc_last_step_timestamp_seconds) - time()", "most ahead"),
+            Query("quantile(0.5, sdc_last_step_timestamp_seconds) - time()", "median"),
         ],
         width=8,
     ),

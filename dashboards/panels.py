@@ -66,6 +66,7 @@ class Panel:
         steps: values are held until the next one (counts and steps) instead of drawn as slopes.
         links: where a click on a value leads.
         columns: for `table`: label -> title, in order.
+        points: samples a line at most; fewer where each costs a look at every rank.
         empty: why it may rightly show nothing; Grafana shows this text instead of "No data". Without one, an empty
             panel is a fault, and the preview and verify.sh say so.
     """
@@ -83,6 +84,7 @@ class Panel:
     steps: bool = False
     links: Sequence[Link] = ()
     columns: Sequence[tuple[str, str]] = ()
+    points: int = POINTS
     empty: str = ""
 
 
@@ -154,7 +156,7 @@ def _build(panel: Panel) -> Built:
     else:
         built = _lines(panel)
     built = built.title(panel.title).description(panel.description).unit(panel.unit).datasource(DATASOURCE)
-    built = built.max_data_points(POINTS)
+    built = built.max_data_points(panel.points)
     if panel.empty:
         built = built.no_value(panel.empty)
     if panel.links and panel.kind != "table":

@@ -60,28 +60,50 @@ def preview(path: Path, source: Source, out: Path, given: Mapping[str, str]) -> 
     return Drawn(picture, missing, {title: reason for title, reason in empty.items() if reason})
 
 
+def find_program(name: str) -> str:
+    """A program in .tools/bin or on PATH.
+
+    Raises:
+        PreviewError: it is in neither.
+    """
+    tool = ROOT / ".tools" / "bin" / name
+    program = str(tool) if tool.exists() else shutil.which(name)
+    if program is None:
+        raise PreviewError(f"{name} is missing: run `make setup`, or put it on PATH")
+    return program
+
+
 @contextlib.contextmanager
 def kept(data: Path) -> Iterator[str]:
-    """URL of a Prometheus that serves a copy of a data folder, scrapes nothing, and ends with the block.
+    """URL of a Prometheus on a copy of a data folder, which is left as it is, even while its own Prometheus runs.
 
     Raises:
         PreviewError: there is no data, or no prometheus, or it does not start.
     """
     if not (data / "wal").is_dir():
         raise PreviewError(f"{data} holds no Prometheus data; run `make demo` first")
-    tool = ROOT / ".tools" / "bin" / "prometheus"
-    program = str(tool) if tool.exists() else shutil.which("prometheus")
-    if program is None:
-        raise PreviewError("prometheus is missing: run `make setup`, or put it on PATH")
     with tempfile.TemporaryDirectory(prefix="sdcwatch-preview-") as folder:
         copy = Path(folder) / "data"
         shutil.copytree(data, copy, ignore=shutil.ignore_patterns("lock", "queries.active"))
+        with serving(copy) as url:
+            yield url
+
+
+@contextlib.contextmanager
+def serving(data: Path) -> Iterator[str]:
+    """URL of a Prometheus on a data folder that scrapes nothing and ends with the block.
+
+    Raises:
+        PreviewError: no prometheus, or it does not start.
+    """
+    program = find_program("prometheus")
+    with tempfile.TemporaryDirectory(prefix="sdcwatch-preview-") as folder:
         config = Path(folder) / "prometheus.yaml"
         config.write_text("global: {}\n")
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             url = f"http://127.0.0.1:{probe.getsockname()[1]}"
-        command = [program, f"--config.file={config}", f"--storage.tsdb.path={copy}", f"--web.listen-address={url[7:]}"]
+        command = [program, f"--config.file={config}", f"--storage.tsdb.path={data}", f"--web.listen-address={url[7:]}"]
         # What was recorded must not expire while it is looked at, however old it is.
         command.append("--storage.tsdb.retention.time=100y")
         with (Path(folder) / "log").open("w+") as log:
@@ -127,10 +149,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """0: drawn; 1: with --strict a panel is empty, or Prometheus did not answer."""
     arguments = parse(argv)
     given = dict(pair.split("=", 1) for pair in arguments.var)
-    serving = kept(arguments.demo) if arguments.demo else contextlib.nullcontext(arguments.prometheus)
+    asked = kept(arguments.demo) if arguments.demo else contextlib.nullcontext(arguments.prometheus)
     faults = 0
     try:
-        with serving as url:
+        with asked as url:
             source = recorded(url) if arguments.start is None else Source(url, arguments.start, arguments.end)
             for path in sorted(FOLDER.glob("*.json")):
                 drawn = preview(path, source, arguments.out, given)

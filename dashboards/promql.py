@@ -26,6 +26,14 @@ def worst(on: str, expr: str, ranking: str, most: int = MOST) -> str:
     return f"{expr} and on ({on}) topk({most}, {ranking})"
 
 
+def outliers(on: str, by: str, selector: str, ranking: str, most: int = MOST) -> str:
+    """The few series of single ranks or nodes that `ranking` puts first, by labels `by`.
+
+    Filtered before they are aggregated: an aggregation by rank over all ranks builds as many label sets at each step.
+    """
+    return f"max by ({by}) ({worst(on, selector, ranking, most)})"
+
+
 def newest(metric: str, by: str, *, range_: str = "$__range") -> str:
     """Time, in milliseconds as Grafana wants it, of the newest event by labels `by`, at the end of the range."""
     return f"topk({2 * MOST}, max by ({by}) (max_over_time({metric}[{range_}] {END}))) * 1000"

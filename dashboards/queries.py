@@ -17,6 +17,9 @@ _VARIABLE = re.compile(r"\$(?:\{(\w+)(?::\w+)?\}|(\w+))")
 #: Variables that Grafana fills in by itself, and what the preview and the tests put there.
 BUILT_IN = {"__rate_interval": "30s", "__interval": "5s", "__range": "3600s", "__range_s": "3600"}
 
+#: Steps at which an annotation is evaluated, roughly as Grafana does.
+MARK_POINTS = 300
+
 
 @dataclass(frozen=True, slots=True)
 class Target:
@@ -27,6 +30,7 @@ class Target:
         ref: refId.
         legend: legend template; in a table, the title of the value's column.
         instant: asked once, for the end of the range.
+        points: samples a line at most, over a range.
         empty: why the panel may rightly show nothing, as Grafana says it; empty: it must show something.
     """
 
@@ -35,6 +39,7 @@ class Target:
     expr: str
     legend: str
     instant: bool
+    points: int
     empty: str
 
 
@@ -63,9 +68,14 @@ def targets(document: Mapping[str, Any], variables: Mapping[str, str]) -> Iterat
     for panel in document["panels"]:
         empty = panel["fieldConfig"]["defaults"].get("noValue", "")
         for target in panel["targets"]:
-            expr = substitute(target["expr"], variables)
             yield Target(
-                panel["title"], target.get("refId", ""), expr, target.get("legendFormat", ""), target["instant"], empty
+                panel=panel["title"],
+                ref=target.get("refId", ""),
+                expr=substitute(target["expr"], variables),
+                legend=target.get("legendFormat", ""),
+                instant=target["instant"],
+                points=panel.get("maxDataPoints", 0),
+                empty=empty,
             )
 
 
@@ -73,4 +83,6 @@ def marks(document: Mapping[str, Any], variables: Mapping[str, str]) -> Iterator
     """The queries of a dashboard's annotations."""
     for annotation in document["annotations"]["list"]:
         expr = substitute(annotation["expr"], variables)
-        yield Target(annotation["name"], "annotation", expr, annotation["titleFormat"], False, "nothing to mark")
+        yield Target(
+            annotation["name"], "annotation", expr, annotation["titleFormat"], False, MARK_POINTS, "nothing to mark"
+        )

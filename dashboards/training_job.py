@@ -9,7 +9,7 @@ from annotations import annotations
 from grafana_foundation_sdk.builders import dashboard as builder
 from links import CASE_OF, GPU_OF, TRAINING_JOB
 from panels import Panel, Query, frame, label_variable, place
-from promql import END, newest, worst
+from promql import END, newest, outliers
 
 _JOB = 'training_job="$job"'
 _DEVIATION = f"max by (rank) (max_over_time(sdc_gradient_norm_deviation{{{_JOB}}}[$__range] {END}))"
@@ -75,7 +75,9 @@ PANELS = (
         "Flat at 0 is healthy.",
         "none",
         [
-            Query(f"sum(max by (rank, gpu_uuid, check) (sdc_mismatches_total{{{_JOB}}}))", "name a rank"),
+            Query(
+                f"sum(max by (rank, gpu_uuid, check) (sdc_mismatches_total{{{_JOB}}} > 0)) or vector(0)", "name a rank"
+            ),
             Query(f"sum(max by (check, verdict) (sdc_unattributed_total{{{_JOB}}})) or vector(0)", "name nobody"),
         ],
         width=9,
@@ -97,8 +99,8 @@ PANELS = (
         "deviated most in this range, and the median of all.",
         "short",
         [
-            Query(worst("rank", f"max by (rank, gpu_uuid) (sdc_gradient_norm{{{_JOB}}})", _DEVIATION), "rank {{rank}}"),
-            Query(f"quantile(0.5, max by (rank) (sdc_gradient_norm{{{_JOB}}}))", "median"),
+            Query(outliers("rank", "rank, gpu_uuid", f"sdc_gradient_norm{{{_JOB}}}", _DEVIATION), "rank {{rank}}"),
+            Query(f"quantile(0.5, sdc_gradient_norm{{{_JOB}}})", "median"),
         ],
         log=True,
         links=(GPU_OF,),
@@ -110,7 +112,7 @@ PANELS = (
         "none",
         [
             Query(
-                worst("rank", f"max by (rank, gpu_uuid) (sdc_gradient_norm_deviation{{{_JOB}}})", _DEVIATION),
+                outliers("rank", "rank, gpu_uuid", f"sdc_gradient_norm_deviation{{{_JOB}}}", _DEVIATION),
                 "rank {{rank}}",
             )
         ],
@@ -185,6 +187,7 @@ PANELS = (
             Query(f"max(sdc_world_size{{{_JOB}}})", "world size"),
             Query(f"count(count by (rank) (sdc_training_step{{{_JOB}}}))", "seen"),
         ],
+        points=30,
         minimum=0,
         steps=True,
     ),
