@@ -221,7 +221,7 @@ def merge(existing: Mapping[str, Any], ours: Mapping[str, Any]) -> dict[str, Any
     """
     known = {receiver["name"] for receiver in existing.get("receivers", ())}
     if taken := sorted(known & {receiver["name"] for receiver in ours["receivers"]}):
-        raise SettingsError(f"your configuration has a receiver {taken[0]} already: is the branch in it? Remove it first")
+        raise SettingsError(f"your configuration has a receiver {taken[0]} already: take ours out first")
     root = dict(existing["route"])
     root["routes"] = [*ours["route"]["routes"], *root.get("routes", ())]
     inhibitions = []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tomllib
 import yaml
 
 HERE = Path(__file__).parent
@@ -118,7 +118,7 @@ def test_a_second_merge_is_refused(config: Path) -> None:
 
 
 def test_their_scrape_labels_neither_split_the_page_nor_reach_it(tmp_path: Path, require: Require) -> None:
-    """Two pods report one event with namespace, pod, container, endpoint and service: one alert, at 30 s and 30 s."""
+    """Two pods report one event with namespace, pod and container: one alert, at 30 s and 30 s."""
     manifest = yaml.safe_load((RULES / "kubernetes" / "prometheus-rule.yaml").read_text())
     rules = tmp_path / "rules.yaml"
     rules.write_text(yaml.safe_dump({"groups": manifest["spec"]["groups"]}))
@@ -126,7 +126,7 @@ def test_their_scrape_labels_neither_split_the_page_nor_reach_it(tmp_path: Path,
         'training_job="gpt",training_cluster="c1",training_node="n2",training_instance="i-2",gpu_uuid="GPU-2",'
         'rank="2",check="replay"'
     )
-    theirs = 'job="sdcwatch",namespace="training",pod="agent-{0}",container="agent",endpoint="metrics",instance="10.0.0.{0}:9478"'
+    theirs = 'job="sdcwatch",namespace="training",pod="agent-{0}",container="agent",instance="10.0.0.{0}:9478"'
     series: list[dict[str, Any]] = [
         {
             "series": f"sdc_last_mismatch_timestamp_seconds{{{own},{theirs.format(pod)}}}",
@@ -135,8 +135,10 @@ def test_their_scrape_labels_neither_split_the_page_nor_reach_it(tmp_path: Path,
         for pod in (2, 3)
     ]
     path = tmp_path / "cases.yaml"
-    labels = f'{{alertname="SDCReplicaMismatch",alertstate="firing",category="sdc",namespace="sdcwatch",severity="critical",{own}}}'
-    labels = "ALERTS" + labels
+    static = (
+        'alertname="SDCReplicaMismatch",alertstate="firing",category="sdc",namespace="sdcwatch",severity="critical"'
+    )
+    labels = f"ALERTS{{{static},{own}}}"
     test = {
         "interval": "30s",
         "input_series": series,
@@ -151,10 +153,10 @@ def test_their_scrape_labels_neither_split_the_page_nor_reach_it(tmp_path: Path,
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_the_job_name_that_a_pod_monitor_gives_is_the_one_in_the_rules() -> None:
-    """A PodMonitor names its job `namespace/name` unless jobLabel says which label holds it; `up` is read by that name."""
-    page = (HERE.parents[1] / "docs" / "alerting.md").read_text()
-    assert "jobLabel: app.kubernetes.io/name" in page
-    manifests = [p for p in (RULES / "kubernetes").glob("*.yaml") if "kind: PodMonitor" in p.read_text()]
-    for manifest in manifests:
-        assert re.search(r"jobLabel: app\.kubernetes\.io/name", manifest.read_text()), manifest.name
+def test_the_pod_monitor_gives_the_job_name_that_the_rules_read() -> None:
+    """A PodMonitor names its job `namespace/name` unless it is relabelled, and `up` is read by the job's name."""
+    settings = tomllib.loads((RULES / "settings.toml").read_text())
+    monitor = yaml.safe_load((HERE.parents[1] / "deploy" / "kubernetes" / "pod-monitor.yaml").read_text())
+    for endpoint in monitor["spec"]["podMetricsEndpoints"]:
+        names = [r["replacement"] for r in endpoint["relabelings"] if r["targetLabel"] == "job"]
+        assert names == [settings["names"]["agent_job"]]

@@ -1,4 +1,4 @@
-"""Long stretches of time as promtool plays them: slow evaluations, deaths, gaps, and hours in which nobody may be paged."""
+"""Long stretches of time as promtool plays them: slow evaluations, deaths, gaps, and hours in which nobody is paged."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def only_the_page(tmp_path: Path) -> Path:
 def test_the_page_comes_at_the_next_evaluation_however_slow(
     ratio: int, only_the_page: Path, tmp_path: Path, require: Require
 ) -> None:
-    """Born with the event; dead after one scrape; an agent re-created three hours later; twelve minutes without scrapes."""
+    """Born with the event; dead after one scrape; an agent re-created after three hours; twelve minutes unscraped."""
     evaluation = 5 * ratio
     # The event is at 29 s and first scraped at 30 s; the evaluation after that is the first that can see it.
     first = -(-30 // evaluation) * evaluation
@@ -224,7 +224,7 @@ def test_an_evaluation_a_normal_end_and_a_preemption_are_quiet_at_both_speeds(
 
 
 def test_the_quiet_timeline_is_loud_when_its_job_hangs(tmp_path: Path, require: Require) -> None:
-    """The same series, with the steps standing still in state `training`: what makes the quiet cases worth something."""
+    """The same series, with the steps standing still in state `training`: the quiet cases could have been loud."""
     hung = [
         {**one, "values": one["values"].replace("+3x29", "+0x29").replace("+60x29", "+0x29").replace("+1x29", "+0x29")}
         for one in job("fri", ("training", 30))

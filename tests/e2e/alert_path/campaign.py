@@ -55,10 +55,11 @@ class Run:
 
     def row(self) -> str:
         event = self.job.event
+        verdict = "ok" if self.good else "FAILED"
         took = [" none" if one is None else f"{one:5.1f}" for one in (self.webhook, self.page)]
         return (
             f"{event.training_job}   {event.time % 5:5.2f}   {'yes' if self.scraped_before else 'no ':<6}"
-            f"   {self.died - event.time:5.2f}   {took[0]}   {took[1]}   {self.deliveries}   {'ok' if self.good else 'FAILED'}"
+            f"   {self.died - event.time:5.2f}   {took[0]}   {took[1]}   {self.deliveries}   {verdict}"
         )
 
 

@@ -63,7 +63,8 @@ class World:
     def _service(self, agent_port: int) -> Program:
         config = self.folder / "service.toml"
         policy = {
-            "mode": "auto", "confirm": "first", "groups": ["workers"], "settle_seconds": 1.0, "per_day": 9, "concurrent": 9,
+            "mode": "auto", "confirm": "first", "groups": ["workers"], "settle_seconds": 1.0, "per_day": 9,
+            "concurrent": 9,
         }  # fmt: skip
         config.write_text(
             f'[server]\nport = {self.service_port}\nalerts_token_file = "alerts.token"\n'

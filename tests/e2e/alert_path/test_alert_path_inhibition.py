@@ -45,7 +45,7 @@ def generic(**labels: str) -> dict[str, str]:
 def test_a_proven_corruption_hides_loss_alerts_of_its_own_job_alone(
     tree: str, routed: Callable[[Any], tuple[str, Any]]
 ) -> None:
-    """Same job: hidden. Another job, no job on either side, another kind of alert: not hidden. Nor the other way round."""
+    """Same job: hidden. Another job, no job on either side, another kind of alert: not hidden."""
     config = merged() if tree.startswith("merged") else yaml.safe_load((RULES / "alertmanager.yaml").read_text())
     url, _ = routed(config)
     found = states(
@@ -87,7 +87,8 @@ def test_what_kube_prometheus_changes_and_the_merge_puts_right(routed: Callable[
     """Its inhibition hides job B's warning behind job A's critical alert; merged, only A's own. Its own pairs stay."""
     alerts = [unattributed("a", "critical"), unattributed("a", "warning"), unattributed("b", "warning")]
     theirs = [
-        {"alertname": "NodeClock", "severity": severity, "namespace": "monitoring"} for severity in ("critical", "warning")
+        {"alertname": "NodeClock", "severity": severity, "namespace": "monitoring"}
+        for severity in ("critical", "warning")
     ]
     url, _ = routed(yaml.safe_load(VANILLA.read_text()))
     assert states(url, *alerts, *theirs) == ["active", "suppressed", "suppressed", "active", "suppressed"]
@@ -107,8 +108,10 @@ def test_a_hidden_alert_is_never_delivered_and_the_page_is(routed: Callable[[Any
     """Hints wait longer than the alert that explains them, so the first thing anybody hears of is the proof."""
     tree = yaml.safe_load((RULES / "alertmanager.yaml").read_text())
     url, pager = routed(tree)
-    hint = {"alertname": "SDCNonFiniteLocalGradient", "category": "sdc", "severity": "warning", "training_cluster": "c1",
-            "training_job": "gpt", "rank": "2"}  # fmt: skip
+    hint = {
+        "alertname": "SDCNonFiniteLocalGradient", "category": "sdc", "severity": "warning", "training_cluster": "c1",
+        "training_job": "gpt", "rank": "2",
+    }  # fmt: skip
     states(url, hint, generic(training_job="gpt"), generic(training_job="bert"))
     page = {**CRITICAL, "training_job": "gpt", "training_instance": "i-2"}
     began = time.time()

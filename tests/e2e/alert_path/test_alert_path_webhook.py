@@ -1,4 +1,4 @@
-"""A real Alertmanager against the real service: twins, retries, batches, and alerts that come and go; and the watchdog."""
+"""A real Alertmanager against the real service: twins, retries, batches, alerts that come and go; the watchdog."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_one_bad_alert_in_a_batch_costs_the_others_nothing(world: Any) -> None:
 
 
 def test_the_watchdog_goes_through_the_whole_path_to_a_receiver_of_its_own(world: Any) -> None:
-    """From the rule in Prometheus to the dead-man's switch, again and again, and nowhere else; it stops with Prometheus."""
+    """From the rule in Prometheus to the dead-man's switch, again and again, and nowhere else; its end is silence."""
     tree = copy.deepcopy(world.tree)
     route = next(r for r in tree["route"]["routes"] if r["receiver"] == "watchdog")
     assert yaml.safe_load("5m") == route["repeat_interval"]
@@ -151,3 +151,15 @@ def test_slow_evaluations_see_an_agent_that_was_there_for_one_scrape(world: Any)
         one.agent.kill()
     for ratio in ratios:
         wait(f"the page at 1:{ratio}", lambda ratio=ratio: world.pager.firing("page", ratio=str(ratio)), PATIENCE)
+
+
+def test_an_alert_that_outlives_the_replacement_opens_nothing(world: Any) -> None:
+    """The page fires for an hour, and a second check may name the same GPU late: the retired instance is refused."""
+    world.start()
+    world.scraped()
+    world.event()
+    world.case("replaced", PATIENCE)
+    wait("the page arrives", lambda: world.pager.firing("page"), PATIENCE)
+    fire(world.alertmanager_port, doorbell(world, 2, check="weight_checksum"))
+    wait("the service refuses the retired instance", lambda: deliveries(world).get("rejected"), PATIENCE)
+    assert (world.replacements(), len(world.cases())) == (1, 1)
