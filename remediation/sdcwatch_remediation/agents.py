@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ipaddress
 import json
+import ssl
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +21,7 @@ from typing import Any
 
 import httpx
 
+from sdcwatch_remediation.errors import ConfigError
 from sdcwatch_remediation.evidence import Copy, canonical_json, read_event
 from sdcwatch_remediation.records import Member
 from sdcwatch_remediation.settings import Agents
@@ -52,12 +54,20 @@ class AgentClient:
     """Asks agents; safe to use from one thread at a time."""
 
     def __init__(self, settings: Agents, clock: Callable[[], float]) -> None:
-        """Use the `[agents]` settings; `clock` returns unix seconds and stamps what was fetched."""
+        """Use the `[agents]` settings; `clock` returns unix seconds and stamps what was fetched.
+
+        Raises:
+            ConfigError: `agents.ca_file` cannot be used.
+        """
         self._settings = settings
         self._clock = clock
         limits = httpx.Limits(max_connections=settings.parallel)
         self._http = httpx.Client(
-            timeout=settings.timeout_seconds, follow_redirects=False, trust_env=False, limits=limits
+            timeout=settings.timeout_seconds,
+            follow_redirects=False,
+            trust_env=False,
+            limits=limits,
+            verify=_authorities(settings),
         )
 
     def close(self) -> None:
@@ -140,7 +150,9 @@ class AgentClient:
         headers = {"Authorization": f"Bearer {token}", "Accept": "application/json", "Accept-Encoding": "identity"}
         until = time.monotonic() + self._settings.timeout_seconds
         chunks, size = [], 0
-        with self._http.stream(method, url, params=parameters, json=body, headers=headers) as response:
+        # One certificate for all agents is checked against its name; the address still decides who is asked.
+        name = {"sni_hostname": self._settings.server_name} if self._settings.server_name else {}
+        with self._http.stream(method, url, params=parameters, json=body, headers=headers, extensions=name) as response:
             for chunk in response.iter_raw():
                 size += len(chunk)
                 if size > self._settings.answer_limit_bytes:
@@ -154,6 +166,15 @@ class AgentClient:
 def latch_body(*, latch_id: str, decision: str, instance_id: str, case_id: str, by: str) -> dict[str, str]:
     """Return the exact body of `POST /latch/release`."""
     return {"latch_id": latch_id, "decision": decision, "instance": instance_id, "case_id": case_id, "by": by}
+
+
+def _authorities(settings: Agents) -> ssl.SSLContext | bool:
+    if not settings.ca_file:
+        return True
+    try:
+        return ssl.create_default_context(cafile=settings.ca_file)
+    except OSError as error:
+        raise ConfigError(f"agents.ca_file {settings.ca_file} cannot be read as PEM certificates: {error}") from error
 
 
 def _first_line(path: str) -> str:

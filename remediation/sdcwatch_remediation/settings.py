@@ -62,6 +62,8 @@ class Agents:
 
     port: int = _setting(9478, "Port of every node agent.", minimum=1)
     scheme: str = _setting("http", "http or https.", choices=("http", "https"))
+    ca_file: str = _setting("", "PEM authorities that may vouch for https agents. Empty: the system's.")
+    server_name: str = _setting("", "Name in the agents' certificates (sdcwatch-agent). Empty: each node's address.")
     events_token_file: str = _setting("", "First line: bearer token for GET /events. Required.")
     latch_token_file: str = _setting("", "First line: bearer token for POST /latch/release. Required unless observe.")
     timeout_seconds: float = _setting(5.0, "Longest wait for one answer of one agent.", minimum=0.05)
