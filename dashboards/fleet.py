@@ -168,6 +168,7 @@ PANELS = (
                 "{{training_job}} names nobody",
             ),
         ],
+        points=60,
         minimum=0,
         steps=True,
         links=(JOB_OF,),
