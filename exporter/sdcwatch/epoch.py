@@ -88,6 +88,7 @@ class Epoch:
         self._join_seen = False
         self._disagreed = False
         self._hook_said = False
+        self._unfinished = 0
         self.auditor = Auditor(
             exchange,
             membership.group,
@@ -276,7 +277,14 @@ class Epoch:
         }
 
     def _conserved(self) -> dict[str, Any]:
-        fields = self.conservation.fields(self.local.norms())
+        norms = self.local.norms()
+        if not self.conservation.finished(norms):
+            self._unfinished += 1
+            raise RuntimeError(
+                "this backward left parameters without a gradient, so DDP did not finish its reduce and will say so at "
+                "the next forward; pass it find_unused_parameters=True where that is meant"
+            )
+        fields = self.conservation.fields(norms)
         self.reporter.spent("allreduce_conservation", self.conservation.hook_seconds + self.conservation.row_seconds)
         if fields["conservation"] == SkipReason.code("comm_hook") and not self._hook_said:
             self._hook_said = True  # it holds for the whole run: said once, not a skip a step
@@ -293,6 +301,7 @@ class Epoch:
             "optimizer_steps": self.optimizer_watch.calls,
             "weights_now": fingerprint(self.watched.parameters),
             "versions_now": versions(self.watched.parameters),
+            "unfinished": self._unfinished,
         }
         measure = self.optimizer_watch.newest
         if measure is not None:

@@ -82,6 +82,7 @@ class Row:
     replay_ready: int | None = i64()  # 1 when this rank can audit this step; else a negative SkipReason code
     conservation: int | None = i64()  # 1 where the sums below were measured; else a negative SkipReason code
     gradient_edits: int | None = i64()  # moves of the gradients' version counters between the two sums
+    unfinished: int | None = i64()  # backwards of this epoch whose reduce DDP could not finish
     # By group of parameters: weighted sum of the local gradients before the reduce, of the reduced gradient on this
     # rank, and the L2 norm of the rounding errors that this rank's share of the average may bring.
     local_sum_0: float | None = f64()

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -74,11 +74,9 @@ class Conservation:
         self._reason = undefined(self._ddp) if due else None
         self._due = due and self._reason is None
         # DDP reduces what an unused parameter's `grad` held before, and no hook of ours saw that.
-        self._stale = (
-            frozenset(i for i, p in enumerate(self._parameters) if p.grad is not None)
-            if self._due and self._may_be_unused
-            else frozenset()
-        )
+        self._stale = frozenset()
+        if due and self._may_be_unused:
+            self._stale = frozenset(i for i, p in enumerate(self._parameters) if p.grad is not None)
 
     @property
     def _may_be_unused(self) -> bool:
@@ -93,7 +91,7 @@ class Conservation:
             self._odd = True
             return
         self._local[index] = self._checksum(index, gradient)
-        self._marks[index] = (gradient.data_ptr(), gradient._version)
+        self._marks[index] = _mark(gradient)
         self.hook_seconds += time.perf_counter() - begin
 
     def fields(self, norms: Mapping[int, torch.Tensor]) -> dict[str, Any]:
@@ -125,17 +123,21 @@ class Conservation:
         if not self._due or self._odd:
             return "undefined"
         unfired = [i for i in range(len(self._parameters)) if i not in self._local]
-        if unfired and not self._may_be_unused:
+        if not self.finished(self._local):
             return "undefined"
         return "undefined" if self._stale.intersection(unfired) else None
+
+    def finished(self, fired: Collection[int]) -> bool:
+        """Whether DDP's reduce can be over: it waits for every parameter, unless some may be unused."""
+        return self._may_be_unused or len(fired) == len(self._parameters)
 
     def _edits(self) -> int:
         """The furthest that a version counter moved between our look and now; DDP itself moves all of them alike."""
         furthest = 0
         for index, (pointer, version) in self._marks.items():
             gradient = self._parameters[index].grad
-            same = gradient is not None and gradient.data_ptr() == pointer
-            furthest = max(furthest, gradient._version - version if gradient is not None and same else _REPLACED)
+            now = _mark(gradient) if gradient is not None else (0, 0)
+            furthest = max(furthest, now[1] - version if now[0] == pointer else _REPLACED)
         return furthest
 
     def _by_group(self, values: Mapping[int, float]) -> list[list[float]]:
@@ -184,6 +186,12 @@ class Conservation:
         if index not in self._factors or self._factors[index].device != device:
             self._factors[index] = weights(count, _SEED + 1 + index).to(device)
         return self._factors[index]
+
+
+def _mark(gradient: torch.Tensor) -> tuple[int, int]:
+    """What changes when code of any kind writes to a gradient or exchanges it."""
+    pointer = gradient.data_ptr() if gradient.layout is torch.strided else id(gradient)
+    return pointer, gradient._version
 
 
 def undefined(ddp: DistributedDataParallel) -> str | None:

@@ -32,10 +32,16 @@ def _value(name: str, *key: int) -> int:
     return zlib.crc32(f"{name}{key}".encode()) | 1 << 40
 
 
-def _conserved(rank: int, group: int) -> dict[str, float]:
-    """Sums of one group of parameters that agree within rounding."""
-    share = 1.0 + group
-    return {"local_sum": share, "reduced_sum": share * (1 + 1e-9), "reduce_noise": 1e-8 * (1 + rank % 3)}
+def _conserved(rank: int) -> dict[str, Any]:
+    """Sums of each group of parameters that agree within rounding."""
+    sums: dict[str, Any] = {}
+    for group in range(CONSERVATION_GROUPS):
+        sums |= {
+            f"local_sum_{group}": 1.0 + group,
+            f"reduced_sum_{group}": (1.0 + group) * (1 + 1e-9),
+            f"reduce_noise_{group}": 1e-8 * (1 + rank % 3),
+        }
+    return sums
 
 
 def healthy_row(group: Group, rank: int, step: int, first: int) -> Row:
@@ -65,7 +71,7 @@ def healthy_row(group: Group, rank: int, step: int, first: int) -> Row:
         replay_ready=1,
         conservation=1,
         gradient_edits=1,
-        **{f"{name}_{g}": value for g in range(CONSERVATION_GROUPS) for name, value in _conserved(rank, g).items()},
+        **_conserved(rank),
     )
     if step == first:
         return row

@@ -138,10 +138,12 @@ def judge_norms(group: Group, columns: Columns) -> NormHint:
     finite = list(filter(math.isfinite, known))
     if not finite:
         return NormHint(UNDEFINED, (math.inf,) * group.size, hint)
-    center = median(finite)
-    mad = _MAD_SCALE * median([abs(n - center) for n in finite])
+    worked = finite if 0.0 not in finite else [n for n in finite if n] or [0.0]
+    center = median(worked)
+    mad = _MAD_SCALE * median([abs(n - center) for n in worked])
     scale = max(mad, _RELATIVE_FLOOR * abs(center), _ABSOLUTE_FLOOR)
-    deviations = tuple([abs(n - center) / scale for n in known])
+    # A norm of zero is a batch that the loop dropped on that rank: it neither counts nor stands out.
+    deviations = tuple([abs(n - center) / scale if n else 0.0 for n in known])
     if len(finite) < group.size:
         deviations = tuple([d if math.isfinite(d) else math.inf for d in deviations])
     clean = len(finite) == group.size and not origin

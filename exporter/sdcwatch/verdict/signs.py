@@ -20,6 +20,7 @@ WORDS = {
     "compile_count": "the compile counter",
     "environment": "the environment (GPU model, driver, library versions or flags)",
     "measured": "what was measured",
+    "unfinished": "a reduce that DDP could not finish (parameters without a gradient)",
     "versions": "the parameters' version counters (code wrote to them on some ranks only)",
     "first_check": "the state from the first check of this epoch on",
 }
@@ -43,6 +44,8 @@ _WEIGHT_FIELDS = ("weights_now", "gradient_begin", "weights_begin", "weights_end
 def of_weights(columns: Columns) -> tuple[str, ...]:
     """Signs that explain a difference of weights or optimizer state."""
     found = tuple(name for name in _FOR_WEIGHTS if columns.labels(name))
+    if any(columns.integers("unfinished")):
+        found += ("unfinished",)  # the optimizer stepped with gradients that no reduce had made equal
     return (*found, "measured") if any(columns.partial(name) for name in _WEIGHT_FIELDS) else found
 
 
