@@ -202,8 +202,8 @@ class Reporter:
             return
         reporter = events.Reporter(self.rank, self.identity.node, self.identity.instance, self.identity.gpu_uuid)
         line = events.journal_line(event, reporter, {"written": round(time.time(), 3)})
-        # The page goes before the proof: in the milliseconds of the journal's fsync the whole job can be killed. A person
-        # looks at a page without a proof; nobody looks at a proof without a page.
+        # The page goes before the proof: in the milliseconds of the journal's fsync the whole job can be killed.
+        # A person looks at a page without a proof; nobody looks at a proof without a page.
         self.write(force=True)
         if self.spool is not None and not self.spool.append_event(line):
             self.swallow("spool", SpoolError(self.spool.last_refusal))

@@ -46,6 +46,19 @@ def test_a_suspect_that_dies_before_it_has_written_a_word(world: Any) -> None:
     acted_once(world)
 
 
+def test_every_rank_that_dies_before_its_journal_has_the_event(world: Any) -> None:
+    """The metrics are written first, so a person is paged; without a proof the service touches nothing."""
+    world.start()
+    world.scraped()
+    world.event(torn=True)
+    paged(world)
+    wait("the doorbell opened a case", world.cases, PATIENCE)
+    until = time.time() + 6
+    wait("six seconds pass", lambda: time.time() > until)
+    assert world.replacements() == 0
+    assert [case["state"] for case in world.cases()] in (["proving"], ["unproven"])
+
+
 def test_an_agent_that_is_killed_between_the_event_and_its_scrape(world: Any) -> None:
     """A witness's agent loses nothing: it is started again, reads the spool, and the second proof is there."""
     world.start()

@@ -73,8 +73,8 @@ class Job:
         self.event, self.nodes = event, list(nodes)
         self.ranks: list[subprocess.Popen[bytes]] = []
 
-    def start(self, *, born: float, dies: float, silent: Sequence[int] = ()) -> Job:
-        """Starts every rank. `silent` ranks die at the event without a word of it.
+    def start(self, *, born: float, dies: float, silent: Sequence[int] = (), torn: bool = False) -> Job:
+        """Starts every rank. `silent` ranks die at the event without a word of it; `torn`: all die before the journal.
 
         Args:
             born: when the ranks' first files appear, unix seconds.
@@ -87,7 +87,7 @@ class Job:
                 "root": str(place.root), "rank": one.rank, "event": events.as_dict(self.event), "born": born,
                 "reporter": asdict(reporter), "reports": one.rank in outsiders,
                 "write": one.rank in {*outsiders, *self.event.suspects} - set(silent),
-                "dies": 0.0 if one.rank in silent else dies,
+                "dies": 0.0 if one.rank in silent else dies, "torn": torn,
             }  # fmt: skip
             self.ranks.append(subprocess.Popen([sys.executable, str(RANK), json.dumps(spec)]))
         return self

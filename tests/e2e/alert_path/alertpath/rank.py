@@ -3,7 +3,8 @@
     python rank.py '{"root": ..., "job": ..., "epoch": ..., "rank": ..., "born": ..., "event": {...}, ...}'
 
 Times are unix seconds. `born`: when its first metrics file appears. `write`: false for a rank that dies at the event
-before it has written a word of it. `dies`: seconds from the event to the SIGKILL.
+before it has written a word of it. `torn`: true for one that dies between its metrics and its journal. `dies`: seconds
+from the event to the SIGKILL.
 """
 
 from __future__ import annotations
@@ -56,8 +57,10 @@ def main(spec: dict[str, Any]) -> None:
         line = events.journal_line(event, events.Reporter(**spec["reporter"]), {"written": time.time()})
         for suspect in event.suspects:
             metrics.blame(identity(event.ranks[suspect], event.training_job), event.check, event.time)
-        assert spool.append_event(line), spool.last_refusal
         assert spool.write_metrics(metrics.render()), spool.last_refusal
+        if spec["torn"]:
+            os.kill(os.getpid(), signal.SIGKILL)
+        assert spool.append_event(line), spool.last_refusal
     until(event.time + spec["dies"])
     os.kill(os.getpid(), signal.SIGKILL)
 
