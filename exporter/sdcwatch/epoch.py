@@ -30,6 +30,7 @@ from sdcwatch.exchange import Exchange, last_rows
 from sdcwatch.fingerprint import combine as digests_combined
 from sdcwatch.fingerprint import fingerprint
 from sdcwatch.observation import ErrorCode, Row, RowError, SkipReason
+from sdcwatch.prepared import Prepared
 from sdcwatch.report import Reporter, log, median_time
 from sdcwatch.settings import Settings
 from sdcwatch.start import Membership
@@ -88,6 +89,8 @@ class Epoch:
         self._join_seen = False
         self._disagreed = False
         self._hook_said = False
+        self.prepared = Prepared()
+        self._forward_handle = self.prepared.watch(watched.ddp)
         self._unfinished = 0
         self.auditor = Auditor(
             exchange,
@@ -144,7 +147,7 @@ class Epoch:
         return bool(getattr(getattr(self.watched.ddp, "_join_config", None), "enable", False))
 
     def _reducing(self) -> bool:
-        if not self.watched.ddp.require_backward_grad_sync:
+        if not self.watched.ddp.require_backward_grad_sync or not self.prepared.standing:
             return False
         if self._joining():
             self._join_seen = True
@@ -164,6 +167,7 @@ class Epoch:
     def _end_of_backward(self) -> None:
         checked, audited = self.check_due, self.audit_due
         self._task = -1
+        self.prepared.used()
         self.count += 1
         self._backwards_in_step += 1
         try:
@@ -359,6 +363,7 @@ class Epoch:
 
     def close(self) -> None:
         """Removes every hook."""
+        self._forward_handle.remove()
         self.local.close()
         self.optimizer_watch.close()
 

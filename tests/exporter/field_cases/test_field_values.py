@@ -354,3 +354,46 @@ def test_collectives_come_only_from_the_training_thread_and_after_backward(field
         return all(main for main, _ in seen), [reduced for _, reduced in seen] == [d for d in after for _ in range(2)]
 
     assert field(body, 3) == [(True, True)] * 3
+
+
+@pytest.mark.parametrize("who", ["all ranks", "rank 0"])
+@pytest.mark.parametrize("how", ["bare module", "second backward"])
+def test_a_backward_that_ddp_does_not_reduce_is_none_of_ours(field: Any, who: str, how: str) -> None:
+    """Cases 4 and 17: a probe of gradients through the bare module, or a graph run twice, is never an exchange."""
+
+    def body(t: Any) -> Any:
+        t.watch()
+        for number in range(6):
+            with t.monitor.step(number) as step:
+                loss = step.loss(t.batch())
+                loss.backward(retain_graph=True)
+                if number == 3 and (who == "all ranks" or t.rank == 0):
+                    kept = [p.grad.clone() for p in t.ddp.parameters()]
+                    (t.loss(t.net, t.batch()) if how == "bare module" else loss).backward()
+                    for parameter, gradient in zip(t.ddp.parameters(), kept, strict=True):
+                        parameter.grad.copy_(gradient)
+                t.optimizer.step()
+                t.optimizer.zero_grad()
+        return t.verdicts(), t.ran("gradient_checksum")
+
+    results = field(body, 3, {"timeout": 10})
+    assert results[0] == ([], 6)
+    assert [verdicts for verdicts, _ in results] == [[]] * 3
+
+
+def test_a_watched_model_can_be_copied_and_pickled(field: Any) -> None:
+    """Case 25's kind: what the monitor hangs on a model holds no process group, socket or file."""
+
+    def body(t: Any) -> Any:
+        import copy
+        import io
+
+        t.watch()
+        t.train(range(2))
+        buffer = io.BytesIO()
+        torch.save(t.ddp, buffer)
+        copied = copy.deepcopy(t.net)
+        t.train(range(2, 4))
+        return buffer.tell() > 0, len(list(copied.parameters())), t.verdicts()
+
+    assert field(body, 2) == [(True, 4, [])] * 2
