@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ Require = Callable[[str], Path]
 NAMESPACE = "namespace=sdcwatch"
 
 
+@cache
 def merged() -> str:
     done = subprocess.run(
         [sys.executable, RULES / "build.py", "--into", VANILLA], check=True, capture_output=True, text=True, timeout=60
