@@ -8,6 +8,7 @@ verdict -> report, contain.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import sys
 import time
@@ -237,7 +238,9 @@ class Epoch:
             log.warning("sdcwatch: peers did not close in time; the last checkpoint stays a candidate")
             return
         self.history = history
-        self._settle(judgement, row, rows, None)
+        # No backward belongs to this row, so what it has no gradient for was not skipped: it was not due.
+        due = tuple((check, result) for check, result in judgement.checks if check == "weight_checksum")
+        self._settle(dataclasses.replace(judgement, checks=due), row, rows, None)
 
     def _settle(
         self, judgement: Judgement, row: Row, rows: Sequence[Row | RowError | None], exchange: Exchange | None

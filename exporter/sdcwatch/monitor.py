@@ -26,6 +26,7 @@ from sdcwatch.checkpoint_trust import CheckpointTrust
 from sdcwatch.checks.conservation import undefined
 from sdcwatch.checks.replay import LossFunction
 from sdcwatch.contain import Halt
+from sdcwatch.coverage import Sizes
 from sdcwatch.epoch import Epoch, Watched
 from sdcwatch.errors import CheckpointError, ConfigurationError, SdcwatchError
 from sdcwatch.exchange import Exchange
@@ -110,6 +111,7 @@ class Monitor:
         self._step: int | None = None
         self._phase = "training"
         self._closed = False
+        self._optimizer_covered = False
         self._settings = Settings()
         if not dist.is_available() or not dist.is_initialized():
             self._off("no process group is initialized")
@@ -218,23 +220,9 @@ class Monitor:
         )
         self._trust = CheckpointTrust(reporter, settings.checkpoint_dir)
         self._epoch = Epoch(watched, settings, membership, exchange, reporter, halt, self._trust.promote)
-        sizes = coverage.measure(watched.ddp.module, watched.parameters, watched.optimizer)
-        self._coverage = coverage.describe(
-            sizes,
-            check_every=settings.check_every,
-            replay_every=settings.replay_every,
-            replay_off=_replay_off(membership),
-            nodes=len(membership.nodes),
-            conservation_off=_conservation_off(watched),
-        )
         if len(membership.nodes) < 2:
             self._epoch.replay_off = "disabled"
-        for line in self._coverage:
-            # Not defined under a comm hook is not switched off: no series, so that SDCCheckDisabled stays silent.
-            if line.enabled or line.check != ALLREDUCE_CONSERVATION:
-                reporter.metrics.set("sdc_detector_enabled", float(line.enabled), check=line.check)
-            reporter.metrics.set("sdc_coverage_bytes", line.covered_bytes, check=line.check, covered="yes")
-            reporter.metrics.set("sdc_coverage_bytes", line.uncovered_bytes, check=line.check, covered="no")
+        sizes = self._cover()
         if exchange.rank == 0:
             seconds = coverage.predicted_seconds(watched.parameters, sizes)
             print(coverage.table(self._coverage, sizes, seconds), flush=True)
@@ -289,8 +277,34 @@ class Monitor:
             self.phase("training")
 
     def _end(self, seconds: float) -> None:
-        if self._epoch is not None:
-            self._epoch.end_step(seconds)
+        if self._epoch is None:
+            return
+        if not self._optimizer_covered and self._epoch.optimizer_watch.calls:
+            # Most optimizers make their state in their first step; until then there is nothing to count.
+            self._optimizer_covered = True
+            self._cover()
+        self._epoch.end_step(seconds)
+
+    def _cover(self) -> Sizes:
+        """Counts what is covered now, for `coverage()` and the metrics."""
+        assert self._epoch is not None
+        watched, membership, metrics = self._epoch.watched, self._epoch.membership, self._epoch.reporter.metrics
+        sizes = coverage.measure(watched.ddp.module, watched.parameters, watched.optimizer)
+        self._coverage = coverage.describe(
+            sizes,
+            check_every=self._settings.check_every,
+            replay_every=self._settings.replay_every,
+            replay_off=_replay_off(membership),
+            nodes=len(membership.nodes),
+            conservation_off=_conservation_off(watched),
+        )
+        for line in self._coverage:
+            # Not defined under a comm hook is not switched off: no series, so that SDCCheckDisabled stays silent.
+            if line.enabled or line.check != ALLREDUCE_CONSERVATION:
+                metrics.set("sdc_detector_enabled", float(line.enabled), check=line.check)
+            metrics.set("sdc_coverage_bytes", line.covered_bytes, check=line.check, covered="yes")
+            metrics.set("sdc_coverage_bytes", line.uncovered_bytes, check=line.check, covered="no")
+        return sizes
 
     def _loss(self, batch: Any) -> Any:
         if self._loss_fn is None:

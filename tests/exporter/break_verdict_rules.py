@@ -54,7 +54,7 @@ RULES = (
     ("intake.py", "or row.rank != slot", "", "transport"),
     ("intake.py", "return row.step <= sent", "return False", "transport"),
     ("engine.py", "    return replace(history, gradient_clean_since=None)\n", "    return history\n", "transport"),
-    ("engine.py", "    if history.open:\n        return history, history.checked\n", "", "weights"),
+    ("engine.py", "    if history.open", "    if False", "audit"),
     ("engine.py", "contains = highest_code >= CONTAINS_FROM", "contains = False", "transport"),
     (
         "audit.py",
@@ -70,7 +70,6 @@ RULES = (
     ),
     ("audit.py", "if not transit_ok or", "if", "audit"),
     ("audit.py", "if len(weights) != 1 or None in weights", "if False", "audit"),
-    ("edges.py", "if len(group.node_order) < 3 or len(failing) < 2:", "if len(failing) < 2:", "edges"),
     ("edges.py", "and len(_far_nodes(group, ranks)) >= 2", "", "edges"),
     ("edges.py", "and not view.original_differs(owner):", "and True:", "edges"),
     ("edges.py", "if 2 * len(apart) >= len(view.shown):", "if False:", "edges"),

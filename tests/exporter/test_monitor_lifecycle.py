@@ -430,3 +430,24 @@ def test_a_wrong_last_step_is_found_by_close_and_halts(ranks: Any, tmp_path: Pat
     assert ranks(loop, 3, str(tmp_path), {}, body) == [[(2,)]] * 3
     assert (folder / "HALTED.json").exists()
     assert (folder / "last.pt.tainted").exists()
+
+
+def test_coverage_counts_optimizer_state_once_it_exists_and_close_counts_no_skip(ranks: Any, tmp_path: Path) -> None:
+    """AdamW's two moments are made in its first step; the last row has no gradient, which is no skip."""
+
+    def body(rank: int, ddp: Any, optimizer: Any, make: Any, batches: Any) -> Any:
+        monitor = make()
+        covered = [{line.check: line.covered_bytes for line in monitor.coverage()}["weight_checksum"]]
+        steps(monitor, optimizer, batches, range(2))
+        covered.append({line.check: line.covered_bytes for line in monitor.coverage()}["weight_checksum"])
+        metrics = monitor._epoch.reporter.metrics
+        monitor.close()
+        skips = metrics.get("sdc_skips_total", check="gradient_checksum", reason="disabled")
+        return covered, skips, metrics.get("sdc_coverage_bytes", check="weight_checksum", covered="yes")
+
+    size = (16 * 32 + 32 + 32 * 8 + 8) * 4
+    for covered, skips, exported in ranks(loop, 2, str(tmp_path), {}, body):
+        assert covered[0] == size
+        assert covered[1] >= 3 * size
+        assert exported == covered[1]
+        assert not skips

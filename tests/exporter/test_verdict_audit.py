@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from sdcwatch.observation import RowError, SkipReason
 from sdcwatch.testing.simulated_group import Faults, SimulatedGroup, backward_fault, group_of
-from sdcwatch.verdict import judge, plan_audit, verified_through
+from sdcwatch.verdict import checked_through, judge, plan_audit, verified_through
 
 
 def run(*layout: int, calibrated: bool = True) -> SimulatedGroup:
@@ -144,9 +144,23 @@ def test_originals_are_compared_only_where_calibration_showed_them() -> None:
 def test_a_failing_calibration_beside_a_failing_edge_names_nobody() -> None:
     """Rows that need every other edge to be sound do not fit while one of them is unsure."""
     group = run(*(1,) * 6)
-    change = {"batch_signature": {4: 22}}
-    (verdict,) = group.audit({"served_digest": {4: 1, 1: 1}}, change).verdicts
+    new_shape = {"batch_signature": {4: 22}}
+    faults = dict(backward_fault(group.group, 1))
+    faults["served_digest"] = {**faults["served_digest"], 4: 1}  # the edge that rank 4 owns only calibrates
+    (verdict,) = group.audit(faults, new_shape).verdicts
     assert (verdict.kind, verdict.suspects) == ("inconclusive", ())
+
+
+def test_no_step_is_checked_while_a_replay_event_is_open() -> None:
+    """The weights still agree, but they may all hold the wrong sum."""
+    group = run(1, 1, 1, 1)
+    before = checked_through(group.history)
+    assert group.audit(backward_fault(group.group, 1)).verdicts
+    during = checked_through(group.history)
+    group.step()
+    group.step()
+    assert before is not None
+    assert checked_through(group.history) == during
 
 
 @pytest.mark.parametrize("spoil", ["batch_received", "weights_now", "step", "error", "served_rank", "round"])

@@ -83,6 +83,14 @@ def test_a_void_or_missing_row_is_a_skip_for_the_group(missing: str | None) -> N
     assert group.step(fault).verdicts[0].suspects == (), "the optimizer step in the gap was seen by nobody"
 
 
+def test_an_optimizer_step_between_two_exchanges_that_nobody_saw_is_not_blamed() -> None:
+    """Its gradient was in no row, so the reduce may have been wrong: seen, contained, and nobody is named."""
+    group = run(1, 1, 1)
+    group.next_step += 1
+    (verdict,) = group.step({"weights_end": {1: 1}, "weights_now": {1: 1}}).verdicts
+    assert (verdict.kind, verdict.suspects, verdict.contains) == ("inconclusive", (), True)
+
+
 def judged(**faults: dict[int, int]) -> Judgement:
     return run(1, 1, 1, 1).step(faults)
 

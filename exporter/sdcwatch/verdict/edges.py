@@ -111,12 +111,12 @@ def _edges_of(group: Group, ranks: tuple[int, ...]) -> set[int]:
 
 def one_stands_out(group: Group, failing: Set[int]) -> tuple[int, ...] | None:
     """The rank, or all ranks of the node, whose edges are exactly the failing ones, at least two, to two nodes."""
-    # With one or two nodes the other ends of the edges lie on one node, and either side could be at fault.
-    if len(group.node_order) < 3 or len(failing) < 2:
+    if len(failing) < 2:
         return None
     touched = sorted({end for owner in failing for end in (owner, group.helper(owner)) if end is not None})
     nodes = dict.fromkeys(group.nodes[rank] for rank in touched)
     for ranks in (*((rank,) for rank in touched), *(group.members(node) for node in nodes)):
+        # With two nodes all other ends of the edges lie on one node, and either side could be at fault.
         if _edges_of(group, ranks) == failing and len(_far_nodes(group, ranks)) >= 2:
             return ranks
     return None
