@@ -117,8 +117,8 @@ def predicted_seconds(parameters: Sequence[torch.nn.Parameter], sizes: Sizes) ->
     begin = time.perf_counter()
     fingerprint(probe)
     rate = taken / max(time.perf_counter() - begin, 1e-9)
-    # A weighted float64 sum takes about one and a half fingerprints; the local and the reduced gradient have one each.
-    gradients_and_weights = 9 * sizes.parameters[0]
+    # A weighted float64 sum takes about four fingerprints on a CPU; the local and the reduced gradient have one each.
+    gradients_and_weights = 14 * sizes.parameters[0]
     return (gradients_and_weights + 2 * max(sizes.optimizer[0], 2 * sizes.parameters[0])) / rate
 
 
