@@ -57,7 +57,14 @@ def measure(
 
 
 def describe(
-    sizes: Sizes, *, check_every: int, replay_every: int, replay_off: str, nodes: int, conservation_off: str = ""
+    sizes: Sizes,
+    *,
+    check_every: int,
+    replay_every: int,
+    replay_off: str,
+    nodes: int,
+    conservation_every: int = 1,
+    conservation_off: str = "",
 ) -> tuple[CoverageLine, ...]:
     """The coverage of this run.
 
@@ -66,6 +73,7 @@ def describe(
         nodes: distinct nodes of the group.
         conservation_off: why the reduce is not defined to be a plain average (empty: it is).
     """
+    conservation_off = conservation_off or ("" if conservation_every else "disabled: conservation_every is 0")
     read, missed = sizes.parameters
     state, state_missed = sizes.optimizer
     named = "names a strict majority's odd one" if nodes >= 3 else f"{nodes} node(s): nobody can be named"
@@ -77,7 +85,7 @@ def describe(
         CoverageLine(
             ALLREDUCE_CONSERVATION,
             not conservation_off,
-            check_every,
+            conservation_every,
             "the reduced gradient against the average of the local ones",
             0 if conservation_off else read,
             read + missed if conservation_off else missed,
@@ -103,8 +111,8 @@ def describe(
     )
 
 
-def predicted_seconds(parameters: Sequence[torch.nn.Parameter], sizes: Sizes) -> float:
-    """Seconds of fingerprinting a checked step will cost this rank, measured on its own parameters."""
+def predicted_seconds(parameters: Sequence[torch.nn.Parameter], sizes: Sizes, *, conservation_every: int = 1) -> float:
+    """Seconds of fingerprinting that a checked step will cost this rank on average, measured on its own parameters."""
     probe: list[torch.Tensor] = []
     taken = 0
     for parameter in parameters:
@@ -118,7 +126,8 @@ def predicted_seconds(parameters: Sequence[torch.nn.Parameter], sizes: Sizes) ->
     fingerprint(probe)
     rate = taken / max(time.perf_counter() - begin, 1e-9)
     # A weighted float64 sum takes about four fingerprints on a CPU; the local and the reduced gradient have one each.
-    gradients_and_weights = 14 * sizes.parameters[0]
+    conservation = 8 / conservation_every if conservation_every else 0.0
+    gradients_and_weights = (6 + conservation) * sizes.parameters[0]
     return (gradients_and_weights + 2 * max(sizes.optimizer[0], 2 * sizes.parameters[0])) / rate
 
 

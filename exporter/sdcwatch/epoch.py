@@ -124,8 +124,14 @@ class Epoch:
     @property
     def audit_due(self) -> bool:
         """Whether the next reducing backward is audited."""
-        every = self._settings.replay_every
+        every = self._settings.cadence(self._settings.replay_every)
         return bool(every) and not self.replay_off and self.count % every == 0
+
+    @property
+    def conservation_due(self) -> bool:
+        """Whether the next reducing backward is held against the average of the local gradients."""
+        every = self._settings.cadence(self._settings.conservation_every)
+        return bool(every) and self.count % every == 0
 
     def begin_step(self, step: int) -> None:
         """A new training step; meets a standing halt."""
@@ -163,7 +169,7 @@ class Epoch:
         self._task = task
         engine: Any = torch.autograd.Variable._execution_engine
         engine.queue_callback(lambda: engine.queue_callback(self._end_of_backward))
-        self.conservation.begin(self.count, due=self.check_due)
+        self.conservation.begin(self.count, due=self.conservation_due)
 
     def _end_of_backward(self) -> None:
         checked, audited = self.check_due, self.audit_due
@@ -292,6 +298,8 @@ class Epoch:
                 "the next forward; pass it find_unused_parameters=True where that is meant"
             )
         fields = self.conservation.fields(norms)
+        if not fields:
+            return fields
         self.reporter.spent("allreduce_conservation", self.conservation.hook_seconds + self.conservation.row_seconds)
         if fields["conservation"] == SkipReason.code("comm_hook") and not self._hook_said:
             self._hook_said = True  # it holds for the whole run: said once, not a skip a step

@@ -224,7 +224,9 @@ class Monitor:
             self._epoch.replay_off = "disabled"
         sizes = self._cover()
         if exchange.rank == 0:
-            seconds = coverage.predicted_seconds(watched.parameters, sizes)
+            seconds = coverage.predicted_seconds(
+                watched.parameters, sizes, conservation_every=settings.cadence(settings.conservation_every)
+            )
             print(coverage.table(self._coverage, sizes, seconds), flush=True)
         if settings.agent == "auto" and membership.identities[exchange.rank].local_rank == 0:
             trouble = ensure_agent(settings)
@@ -293,7 +295,8 @@ class Monitor:
         self._coverage = coverage.describe(
             sizes,
             check_every=self._settings.check_every,
-            replay_every=self._settings.replay_every,
+            conservation_every=self._settings.cadence(self._settings.conservation_every),
+            replay_every=self._settings.cadence(self._settings.replay_every),
             replay_off=_replay_off(membership),
             nodes=len(membership.nodes),
             conservation_off=_conservation_off(watched),

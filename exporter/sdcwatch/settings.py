@@ -38,6 +38,7 @@ _CHOICES = {
 }
 _AT_LEAST = {
     "check_every": 1,
+    "conservation_every": 0,
     "replay_every": 0,
     "halt_grace_scrapes": 0,
     "halt_grace_seconds": 0,
@@ -63,6 +64,8 @@ class Settings:
         checkpoint_dir: where checkpoints and the latch live; shared by all nodes. None: no latch outside the spool.
         on_fault: `observe` reports; `halt` raises out of `backward()` on a proven difference of state.
         check_every: gradient and weight checks run on every n-th reducing backward.
+        conservation_every: the reduced gradient is held against the average of the local ones on every n-th reducing
+            backward, the first included; 0 turns it off. It costs several fingerprints, so it does not run on each.
         replay_every: replay audits run on every n-th reducing backward, the first included; 0 turns replay off.
         halt_grace_scrapes: scrapes that a halting rank waits for where the agent dies with the job.
         halt_grace_seconds: the most seconds of that wait.
@@ -83,6 +86,7 @@ class Settings:
     checkpoint_dir: str | None = None
     on_fault: str = "observe"
     check_every: int = 1
+    conservation_every: int = 10
     replay_every: int = 200
     halt_grace_scrapes: int = 3
     halt_grace_seconds: float = 120.0
@@ -108,11 +112,14 @@ class Settings:
                 raise ConfigurationError(f"{name} is {getattr(self, name)!r}; it must be at most {most}")
         if not self.spool_dir:
             raise ConfigurationError("spool_dir is empty; name a folder, or leave it out for the default")
-        if self.replay_every % self.check_every:
-            raise ConfigurationError(
-                f"replay_every ({self.replay_every}) must be a multiple of check_every ({self.check_every}): "
-                "an audit is judged together with the gradient and weight checks of its step"
-            )
+
+    def cadence(self, every: int) -> int:
+        """The number of reducing backwards between two runs of a check that is to run on every `every`-th.
+
+        It is judged together with the gradient and weight checks, so it is rounded up to a multiple of `check_every`;
+        0 stays 0: off.
+        """
+        return -(-every // self.check_every) * self.check_every
 
     @classmethod
     def load(cls, arguments: Mapping[str, Any] | None = None, environ: Mapping[str, str] | None = None) -> Settings:

@@ -26,7 +26,7 @@ from sdcwatch.settings import Settings
 from sdcwatch.verdict import Group
 
 #: Settings that decide which collectives run when; ranks that differ in one would split.
-SHARED_SETTINGS = ("on_fault", "check_every", "replay_every")
+SHARED_SETTINGS = ("on_fault", "check_every", "conservation_every", "replay_every")
 
 
 @dataclass(frozen=True, slots=True)

@@ -200,7 +200,15 @@ def trained(rank: int, size: int, root: str, options: dict[str, Any]) -> dict[st
         ddp.register_comm_hook(None, default_hooks.allreduce_hook)
     if options.get("builtin"):
         ddp._register_builtin_comm_hook(torch.distributed.BuiltinCommHookType.ALLREDUCE)
-    monitor = Monitor(ddp, optimizer, spool_dir=f"{root}/n{rank}", node=f"n{rank}", replay_every=0, on_fault="halt")
+    monitor = Monitor(
+        ddp,
+        optimizer,
+        spool_dir=f"{root}/n{rank}",
+        node=f"n{rank}",
+        replay_every=0,
+        on_fault="halt",
+        conservation_every=options.get("every", 1),
+    )
     if "edit" in options:
 
         def edit(parameter: torch.Tensor) -> None:
@@ -233,6 +241,7 @@ def trained(rank: int, size: int, root: str, options: dict[str, Any]) -> dict[st
         "ran": metrics.get("sdc_checks_total", check="allreduce_conservation") or 0,
         "skips": {reason: n for reason, n in counts.items() if n},
         "verdicts": [(v.check, v.kind, v.step, v.suspects) for v in monitor.verdicts],
+        "clean": [v.last_clean_step for v in monitor.verdicts],
         "stopped": stopped,
         "enabled": (line.enabled, metrics.get("sdc_detector_enabled", check="allreduce_conservation")),
     }
@@ -284,6 +293,18 @@ def test_the_same_wrong_gradient_on_all_ranks_halts_before_the_weights(
     for result in ranks(trained, 3, str(tmp_path), options):
         assert result["verdicts"] == [("allreduce_conservation", "inconclusive", 4, ())]
         assert "halted step 4" in result["stopped"]
+
+
+def test_off_its_cadence_it_is_no_skip_and_a_find_reaches_back_to_its_last_clean_run(
+    ranks: Any, tmp_path: Path
+) -> None:
+    """Every third backward: the steps in between may have been reduced wrong in the same way."""
+    healthy = ranks(trained, 2, str(tmp_path / "healthy"), {"every": 3})[0]
+    assert (healthy["ran"], healthy["skips"], healthy["verdicts"]) == (3, {}, [])
+    fault = {"step": 5, "mode": "persistent", "pattern": "scale", "parameter": 0}
+    found = ranks(trained, 2, str(tmp_path / "faulty"), {"every": 3, "fault": fault})[0]
+    assert found["verdicts"] == [("allreduce_conservation", "inconclusive", 6, ())]
+    assert found["clean"] == [3]
 
 
 @pytest.mark.parametrize("edits", [(1,), (0, 1)], ids=["one rank", "all ranks"])

@@ -62,7 +62,7 @@ def test_state_that_no_fingerprint_reads_is_counted_as_missed(make: Callable[[],
     assert measure(net, parameters, optimizer).optimizer == (0, missed)
 
 
-OPTIONS: dict[str, Any] = {"check_every": 2, "replay_every": 10, "replay_off": "", "nodes": 4}
+OPTIONS: dict[str, Any] = {"check_every": 2, "conservation_every": 2, "replay_every": 10, "replay_off": "", "nodes": 4}
 
 
 @pytest.mark.parametrize(

@@ -113,9 +113,9 @@ def test_whole_numbers_are_read_whatever_their_form(load: Any) -> None:
 
 
 def test_audits_fall_on_checked_steps(load: Any) -> None:
-    """`replay_every` is a multiple of `check_every`, and 0 turns it off."""
-    with pytest.raises(ConfigurationError, match="multiple of check_every"):
-        load({"check_every": 3, "replay_every": 200})
+    """Cadences are rounded up to checked backwards, and 0 turns a check off."""
+    settings = load({"check_every": 3, "replay_every": 200})
+    assert [settings.cadence(every) for every in (0, 1, 3, 10, 200)] == [0, 3, 3, 12, 201]
     assert load({"check_every": 3, "replay_every": 0}).replay_every == 0
 
 

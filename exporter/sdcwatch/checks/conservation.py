@@ -95,11 +95,13 @@ class Conservation:
         self.hook_seconds += time.perf_counter() - begin
 
     def fields(self, norms: Mapping[int, torch.Tensor]) -> dict[str, Any]:
-        """The row's fields, at the end of the backward.
+        """The row's fields, at the end of the backward; none where the check was not due.
 
         Args:
             norms: L2 norm of each local gradient by parameter index.
         """
+        if not self._due and self._reason is None:
+            return {}
         begin = time.perf_counter()
         reason = self._reason or self._unseen()
         if reason is not None:
@@ -120,7 +122,7 @@ class Conservation:
 
     def _unseen(self) -> str | None:
         """A reason where some gradient that DDP reduced was not read before the reduce."""
-        if not self._due or self._odd:
+        if self._odd:
             return "undefined"
         unfired = [i for i in range(len(self._parameters)) if i not in self._local]
         if not self.finished(self._local):

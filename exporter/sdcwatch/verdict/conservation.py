@@ -17,6 +17,7 @@ from sdcwatch.observation import CONSERVATION_GROUPS, SkipReason
 from sdcwatch.verdict.columns import Columns
 from sdcwatch.verdict.gradient import all_nonfinite
 from sdcwatch.verdict.group import Group
+from sdcwatch.verdict.history import History
 from sdcwatch.verdict.outcome import Outcome, lasting
 from sdcwatch.verdict.partition import labels
 from sdcwatch.verdict.records import (
@@ -72,12 +73,12 @@ def judge_conservation(
         clean_before: newest step whose state is clean if this gradient is not.
 
     Returns:
-        The outcome (None where the check is not defined in this run, which is no skip), and the gradient's outcome with
-        the ranks that hold a wrong result in the evidence of its new verdicts.
+        The outcome (None where the check was not due or is not defined in this run, which is no skip), and the
+        gradient's outcome with the ranks that hold a wrong result in the evidence of its new verdicts.
     """
     history = gradient.history
     reason = _reason(columns)
-    if reason == "comm_hook":
+    if columns.absent("conservation") or reason == "comm_hook":
         return None, gradient
     if reason is not None:
         return Outcome(UNDEFINED if reason == UNDEFINED else f"skipped:{reason}", (), history), gradient
@@ -87,7 +88,8 @@ def judge_conservation(
     events = history.opened(ALLREDUCE_CONSERVATION)
     if not found.wrong:
         edits = columns.integers("gradient_edits")
-        after = replace(history, conserved=True, gradient_edits=edits).with_open(ALLREDUCE_CONSERVATION, ())
+        after = replace(history, conserved=True, conserved_step=step, gradient_edits=edits)
+        after = after.with_open(ALLREDUCE_CONSERVATION, ())
         return Outcome(CLEAN, (), after), gradient
     if gradient.partition:
         told = tuple([_told(v, found) if v.new else v for v in gradient.verdicts])
@@ -175,10 +177,17 @@ def _verdict(
         candidates=() if signs else everyone,
         path=CODE if signs else REDUCE,
         contains=not signs,
-        last_clean_step=clean_before,
+        last_clean_step=_clean_through(history, clean_before),
         sentence=sentence,
         evidence={"signs": list(signs), **_evidence(found)},
     )
+
+
+def _clean_through(history: History, clean_before: int | None) -> int | None:
+    """Steps since the last run of this check may have been reduced wrong in the same way."""
+    if clean_before is None or history.conserved_step is None:
+        return None
+    return min(clean_before, history.conserved_step)
 
 
 def _edited(before: Sequence[int | None], now: Sequence[int | None]) -> tuple[str, ...]:

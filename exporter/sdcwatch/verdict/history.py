@@ -43,6 +43,7 @@ class History:
         gradient: partition of the reduced gradient at its newest run; None before the first.
         conserved: whether the reduced gradient was the average of the local ones at the newest run; None before it.
         gradient_edits: moves of the gradients' version counters at the newest conserved run, a rank.
+        conserved_step: step of the newest clean run of allreduce_conservation.
         spoiled: a wrong gradient was the same on all replicas: no later step is checked in this epoch.
         weights: partition of the parameters where last seen; None before the first.
         state: partition of the optimizer state where last seen; None before the first.
@@ -64,6 +65,7 @@ class History:
     gradient: Partition | None = None
     conserved: bool | None = None
     gradient_edits: tuple[int | None, ...] = ()
+    conserved_step: int | None = None
     spoiled: bool = False
     weights: Partition | None = None
     state: Partition | None = None

@@ -45,7 +45,9 @@ class Trainer:
 
         given = {"loss_fn": self.loss, "spool_dir": f"{self.root}/node-{self.rank}", "node": f"node-{self.rank}"}
         self.monitor = Monitor(
-            self.ddp, self.optimizer, **(given | {"on_fault": "halt", "replay_every": 0} | self.settings | more)
+            self.ddp,
+            self.optimizer,
+            **(given | {"on_fault": "halt", "conservation_every": 1, "replay_every": 0} | self.settings | more),
         )
         return self.monitor
 
