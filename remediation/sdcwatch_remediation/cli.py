@@ -12,7 +12,8 @@ import argparse
 import getpass
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -22,8 +23,8 @@ from rich.table import Table
 
 from sdcwatch_remediation._version import __version__
 from sdcwatch_remediation.client import Client
-from sdcwatch_remediation.config import default_file, load
-from sdcwatch_remediation.errors import ConfigError, RemediationError
+from sdcwatch_remediation.config import default_file, load, read
+from sdcwatch_remediation.errors import ConfigError, RemediationError, ServiceError
 
 DEFAULT_CONFIG = "sdcwatch-remediation.toml"
 
@@ -36,12 +37,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(words)
     try:
         return int(arguments.run(arguments))
-    except ConfigError as error:
-        print(f"sdcwatch-remediation: {error}", file=sys.stderr)
-        return 2
     except RemediationError as error:
-        print(f"sdcwatch-remediation: {error}", file=sys.stderr)
-        return 1
+        for line in str(error).splitlines():
+            print(f"sdcwatch-remediation: {line}", file=sys.stderr)
+        return 2 if isinstance(error, ConfigError) else 1
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -75,7 +74,7 @@ def _parser() -> argparse.ArgumentParser:
         if name in ("show", "approve", "reject"):
             added.add_argument("case", help="case id")
         if name in ("approve", "reject", "pause", "resume"):
-            added.add_argument("--by", default=getpass.getuser(), help="who decides; default: the login name")
+            added.add_argument("--by", help="who decides; default: the login name")
             added.add_argument("--reason", default="", help="why")
         if name == "approve":
             added.add_argument("--yes", action="store_true", help="do not ask")
@@ -106,6 +105,9 @@ def _init(arguments: argparse.Namespace) -> int:
 
 def _serve(arguments: argparse.Namespace) -> int:
     config = load(arguments.config)
+    from sdcwatch_remediation.service import make_provider
+
+    make_provider(config)
     if arguments.check:
         print(f"{arguments.config} is fine: cluster {config.cluster.name}, mode {config.policy.mode}")
         return 0
@@ -117,7 +119,7 @@ def _serve(arguments: argparse.Namespace) -> int:
 def _client(arguments: argparse.Namespace, scope: str) -> Client:
     url, token_file = arguments.url, arguments.token_file
     if not (url and token_file):
-        server = load(arguments.config).server
+        server = read(arguments.config).server
         scheme = "https" if server.tls_cert_file else "http"
         host = f"[{server.host}]" if ":" in server.host else server.host
         url = url or f"{scheme}://{host}:{server.port}"
@@ -131,12 +133,11 @@ def _cases(arguments: argparse.Namespace) -> int:
     if arguments.json:
         return _print_json(answer)
     table = Table("case", "state", "outcome", "node", "instance", "job", "opened", "reason")
-    for case in answer["cases"]:
-        opened = _when(case["opened_at"])
-        table.add_row(
-            *(case["id"], case["state"], case["outcome"], case["node_name"], case["instance_id"], case["job"]),
-            *(opened, case["reason"]),
-        )
+    with _understood():
+        for case in answer["cases"]:
+            opened = _when(case["opened_at"])
+            names = ("id", "state", "outcome", "node_name", "instance_id", "job")
+            table.add_row(*(str(case[name]) for name in names), opened, str(case["reason"]))
     Console().print(table)
     return 0
 
@@ -146,7 +147,12 @@ def _show(arguments: argparse.Namespace) -> int:
         case = client.get(f"/v1/cases/{_case_id(arguments)}")
     if arguments.json:
         return _print_json(case)
-    console = Console()
+    with _understood():
+        _show_whole(case, Console())
+    return 0
+
+
+def _show_whole(case: dict[str, Any], console: Console) -> None:
     console.print(f"{case['id']}: {case['state']} {case['outcome']}", markup=False)
     console.print(f"{case['node_name']} {case['instance_id']} {case['gpu_uuid']}, job {case['job']}", markup=False)
     console.print(case["reason"], markup=False)
@@ -161,19 +167,32 @@ def _show(arguments: argparse.Namespace) -> int:
     if case["request"]:
         console.print(f"request {case['request_sha256']}:", markup=False)
         console.print_json(data=case["request"])
-    return 0
 
 
 def _approve(arguments: argparse.Namespace) -> int:
     path = f"/v1/cases/{_case_id(arguments)}"
+    person = _person(arguments)
     with _client(arguments, "approve") as client:
         case = client.get(path)
-        print(json.dumps(case["request"], indent=2))
-        if not arguments.yes and input(f"{case['node_name']}: approve exactly this? [y/N] ").strip().lower() != "y":
-            print("not approved")
+        with _understood():
+            request, node, digest = case["request"], case["node_name"], case["request_sha256"]
+        print(json.dumps(request, indent=2))
+        if not arguments.yes and not _agreed(f"{node}: approve exactly this? [y/N] "):
             return 1
-        body = {**_person(arguments), "request_sha256": case["request_sha256"]}
+        body = {**person, "request_sha256": digest}
         return _done(arguments, client.post(f"{path}/approve", body))
+
+
+def _agreed(question: str) -> bool:
+    try:
+        agreed = input(question).strip().lower() == "y"
+    except (EOFError, RuntimeError, ValueError):
+        # Nobody can answer: standard input is at its end, was closed before the start, or holds no text.
+        print("\nnot approved; use --yes")
+        return False
+    if not agreed:
+        print("not approved")
+    return agreed
 
 
 def _reject(arguments: argparse.Namespace) -> int:
@@ -189,12 +208,32 @@ def _resume(arguments: argparse.Namespace) -> int:
 
 
 def _post(arguments: argparse.Namespace, scope: str, path: str) -> int:
+    person = _person(arguments)
     with _client(arguments, scope) as client:
-        return _done(arguments, client.post(path, _person(arguments)))
+        return _done(arguments, client.post(path, person))
 
 
 def _person(arguments: argparse.Namespace) -> dict[str, str]:
-    return {"by": arguments.by, "reason": arguments.reason}
+    by = arguments.by
+    if by is None:
+        try:
+            by = getpass.getuser()
+        except (KeyError, ImportError, OSError):
+            # A container's uid often has no entry in the password database.
+            by = ""
+    if not by.strip():
+        raise ConfigError("nobody to name as the one who decides; give a name with --by")
+    return {"by": by, "reason": arguments.reason}
+
+
+@contextmanager
+def _understood() -> Iterator[None]:
+    try:
+        yield
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError, OSError) as error:
+        if isinstance(error, BrokenPipeError):
+            raise
+        raise ServiceError(f"the answer is not one of this service ({error!r}); check --url") from error
 
 
 def _case_id(arguments: argparse.Namespace) -> str:
@@ -207,7 +246,9 @@ def _case_id(arguments: argparse.Namespace) -> str:
 def _done(arguments: argparse.Namespace, answer: dict[str, Any]) -> int:
     if arguments.json:
         return _print_json(answer)
-    print(f"{answer['id']} is {answer['state']}" if "id" in answer else f"paused: {answer['paused']}")
+    with _understood():
+        text = f"{answer['id']} is {answer['state']}" if "id" in answer else f"paused: {answer['paused']}"
+    print(text)
     return 0
 
 

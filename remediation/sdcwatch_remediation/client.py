@@ -7,12 +7,15 @@ Its place: `cli` uses it.
 
 from __future__ import annotations
 
+import ssl
 from pathlib import Path
 from typing import Any
 
 import httpx
 
-from sdcwatch_remediation.errors import ServiceError
+from sdcwatch_remediation.config import is_url
+from sdcwatch_remediation.errors import ConfigError, ServiceError
+from sdcwatch_remediation.tokens import fits_header
 
 
 class Client:
@@ -22,22 +25,17 @@ class Client:
         """Take the service's base URL and the file whose first token is used.
 
         Raises:
-            ServiceError: the token file cannot be read.
+            ConfigError: the URL, the token file or the file of authorities cannot be used.
         """
-        try:
-            words = Path(token_file).read_text(encoding="utf-8").split() if token_file else []
-        except OSError as error:
-            raise ServiceError(
-                f"token file {token_file} cannot be read: {error.strerror}; name one with --token-file"
-            ) from error
-        if not words:
-            raise ServiceError("no token: name a file that holds one with --token-file, or set it in the configuration")
+        if not is_url(url):
+            raise ConfigError(f"{url!r} is no URL of the service such as http://127.0.0.1:9479; give one with --url")
+        token = _token(token_file)
         self._http = httpx.Client(
             base_url=url,
-            headers={"Authorization": f"Bearer {words[0]}"},
+            headers={"Authorization": f"Bearer {token}"},
             timeout=30.0,
             trust_env=False,
-            verify=ca_file or True,
+            verify=_authorities(ca_file) if ca_file else True,
         )
 
     def get(self, path: str) -> dict[str, Any]:
@@ -55,14 +53,39 @@ class Client:
             raise ServiceError(f"{self._http.base_url} does not answer ({error}); is `serve` running there?") from error
         try:
             tree = answer.json()
-        except ValueError:
-            tree = {}
+        except (ValueError, RecursionError):
+            tree = None
         if answer.status_code != 200:
-            raise ServiceError(f"{answer.status_code}: {tree.get('error', answer.text[:200])}")
-        return dict(tree)
+            said = tree.get("error") if isinstance(tree, dict) else None
+            raise ServiceError(f"{answer.status_code}: {said or answer.text[:200]}")
+        if not isinstance(tree, dict):
+            raise ServiceError(f"{self._http.base_url} did not answer as this service does; check --url")
+        return tree
 
     def __enter__(self) -> Client:
         return self
 
     def __exit__(self, *_: object) -> None:
         self._http.close()
+
+
+def _token(path: str) -> str:
+    if not path:
+        raise ConfigError("no token: name a file that holds one with --token-file, or set it in the configuration")
+    try:
+        words = Path(path).read_bytes().split()
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise ConfigError(f"token file {path} cannot be read: {why}; name one with --token-file") from error
+    if not words:
+        raise ConfigError(f"token file {path} holds no token; name one that does with --token-file")
+    if not fits_header(words[0]):
+        raise ConfigError(f"token file {path} does not begin with printable ASCII; name a token's with --token-file")
+    return words[0].decode("ascii")
+
+
+def _authorities(path: str) -> ssl.SSLContext:
+    try:
+        return ssl.create_default_context(cafile=path)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--ca-file {path} cannot be read as PEM certificates: {error}") from error

@@ -16,21 +16,37 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
+import httpx
 import tomllib
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError
 
+from sdcwatch_remediation import preflight
 from sdcwatch_remediation.errors import ConfigError
 from sdcwatch_remediation.settings import ACTIONS, MODES, Config, GroupModes
 
 T = TypeVar("T")
 
 
+HIGHEST_PORT = 65_535
+
+
 def load(path: Path) -> Config:
-    """Read and check a configuration file.
+    """Read and check a configuration file and what it names: token files, certificates, the database's driver.
 
     Raises:
-        ConfigError: the file is missing, is not TOML, or a setting is wrong; the message names it.
+        ConfigError: the file is missing, is not TOML, or settings are wrong; the message names each, one a line.
+    """
+    config = read(path)
+    _raise([*_problems(config), *preflight.problems(config)])
+    return config
+
+
+def read(path: Path) -> Config:
+    """Read a configuration file without judging what it says; for those who only talk to the running service.
+
+    Raises:
+        ConfigError: the file is missing, is not TOML, or a key or type is wrong.
     """
     try:
         tree = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -38,7 +54,7 @@ def load(path: Path) -> Config:
         raise ConfigError(f"{path} does not exist; `sdcwatch-remediation init --config {path}` writes one") from None
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ConfigError(f"{path} cannot be read as TOML: {error}") from error
-    return check(_resolve_paths(parse(tree), path.resolve().parent))
+    return _resolve_paths(parse(tree), path.resolve().parent)
 
 
 def parse(tree: dict[str, Any]) -> Config:
@@ -50,25 +66,41 @@ def check(config: Config) -> Config:
     """Check what no single setting shows and return the same configuration.
 
     Raises:
-        ConfigError: a required setting is absent or two settings contradict each other.
+        ConfigError: a required setting is absent, a value cannot be meant, or two settings contradict each other; one
+            sentence a line.
     """
+    _raise(list(_problems(config)))
+    return config
+
+
+def _raise(problems: list[str]) -> None:
+    if problems:
+        raise ConfigError("\n".join(problems))
+
+
+def _problems(config: Config) -> Iterator[str]:
     if not config.cluster.name:
-        raise ConfigError("cluster.name is empty; set it to the cluster's name as the training job reports it")
+        yield "cluster.name is empty; set it to the cluster's name as the training job reports it"
     for name in ("server.alerts_token_file", "agents.events_token_file"):
         section, key = name.split(".")
         if not getattr(getattr(config, section), key):
-            raise ConfigError(f"{name} is empty; name a file that holds the token")
-    _check_bind(config)
-    _check_modes(config)
+            yield f"{name} is empty; name a file that holds the token"
+    for name, port in (("server.port", config.server.port), ("agents.port", config.agents.port)):
+        if port > HIGHEST_PORT:
+            yield f"{name} must be at most {HIGHEST_PORT}, not {port}"
+    yield from _bind_problems(config)
+    yield from _mode_problems(config)
     if forbidden := set(config.policy.groups) & set(config.policy.forbidden_groups):
-        raise ConfigError(
-            f"policy.groups and policy.forbidden_groups both hold {sorted(forbidden)}; remove it from one"
-        )
+        yield f"policy.groups and policy.forbidden_groups both hold {sorted(forbidden)}; remove it from one"
+    if config.policy.group_share > 1:
+        yield f"policy.group_share is a share and must be at most 1, not {config.policy.group_share}"
+    endpoint = config.cluster.endpoint_url
+    if endpoint and not is_url(endpoint):
+        yield f"cluster.endpoint_url {endpoint!r} is no URL such as http://127.0.0.1:8080"
     try:
         make_url(config.database.url)
-    except ArgumentError as error:
-        raise ConfigError(f"database.url is not a SQLAlchemy URL: {error}") from error
-    return config
+    except (ArgumentError, ValueError) as error:
+        yield f"database.url is not a SQLAlchemy URL: {error}"
 
 
 def default_file() -> str:
@@ -153,28 +185,40 @@ def _value(raw: Any, hint: Any, name: str, metadata: Any) -> Any:
     return raw
 
 
-def _check_bind(config: Config) -> None:
+def _bind_problems(config: Config) -> Iterator[str]:
     server = config.server
     if bool(server.tls_cert_file) != bool(server.tls_key_file):
-        raise ConfigError("server.tls_cert_file and server.tls_key_file go together; set both or neither")
+        yield "server.tls_cert_file and server.tls_key_file go together; set both or neither"
     if not (is_loopback(server.host) or server.tls_cert_file or server.behind_proxy):
-        raise ConfigError(
+        yield (
             f"server.host {server.host!r} is not loopback and TLS is off; set server.tls_cert_file and tls_key_file, "
             "or server.behind_proxy = true when something in front ends TLS"
         )
 
 
-def _check_modes(config: Config) -> None:
+def _mode_problems(config: Config) -> Iterator[str]:
+    acts = False
     policy = config.policy
     for group in ("", *policy.group_modes):
         quarantine, replacing = (policy.mode_of(action, group) for action in ACTIONS)
         if MODES.index(replacing) > MODES.index(quarantine):
-            raise ConfigError(
+            yield (
                 f"replace is {replacing!r} but quarantine is {quarantine!r}{f' in group {group!r}' if group else ''}; "
                 "a node is quarantined before it is replaced, so raise quarantine or lower replace"
             )
-        if MODES.index(quarantine) >= MODES.index("approve") and not config.agents.latch_token_file:
-            raise ConfigError("agents.latch_token_file is empty, but quarantine may act; name a file with the token")
+        acts = acts or MODES.index(quarantine) >= MODES.index("approve")
+    if acts and not config.agents.latch_token_file:
+        yield "agents.latch_token_file is empty, but quarantine may act; name a file with the token"
+
+
+def is_url(text: str) -> bool:
+    """Whether a text is an absolute http or https URL with a host, and nothing after its path."""
+    try:
+        url = httpx.URL(text)
+    except (httpx.InvalidURL, ValueError):
+        return False
+    clean = not (url.query or url.fragment or any(c.isspace() for c in text))
+    return url.scheme in ("http", "https") and bool(url.host) and (url.port or 1) <= HIGHEST_PORT and clean
 
 
 def is_loopback(host: str) -> bool:
@@ -193,7 +237,7 @@ def _resolve_paths(config: Config, folder: Path) -> Config:
     database = config.database
     try:
         url = make_url(database.url)
-    except ArgumentError:
+    except (ArgumentError, ValueError):
         url = None
     if url is not None and url.get_backend_name() == "sqlite" and url.database not in (None, "", ":memory:"):
         database = replace(

@@ -16,9 +16,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from sqlalchemy import Connection, Engine, create_engine, event, insert, select
+from sqlalchemy import URL, Connection, Engine, create_engine, event, insert, select
 from sqlalchemy.engine import make_url
-from sqlalchemy.exc import DBAPIError, IntegrityError, SQLAlchemyError
+from sqlalchemy.exc import ArgumentError, DBAPIError, IntegrityError, SQLAlchemyError
 
 from sdcwatch_remediation import schema
 from sdcwatch_remediation.errors import ConfigError, StoreUnavailable
@@ -36,21 +36,32 @@ class Database:
             exclusive: take the lock that keeps a second service off a SQLite file.
 
         Raises:
-            ConfigError: another service holds the file, or its schema is another version.
+            ConfigError: the URL cannot be used, another service holds the file, or its schema is another version.
             StoreUnavailable: it cannot be opened or written.
         """
-        parsed = make_url(url)
+        try:
+            parsed = make_url(url)
+        except (ArgumentError, ValueError) as error:
+            raise ConfigError(f"database.url is not a SQLAlchemy URL: {error}") from error
         self._sqlite = parsed.get_backend_name() == "sqlite"
         self._lock = _lock(parsed.database) if self._sqlite and exclusive and parsed.database else None
-        if self._sqlite:
-            arguments = {"timeout": busy_timeout_seconds, "check_same_thread": False}
-            self.engine: Engine = create_engine(parsed, connect_args=arguments)
-            event.listen(self.engine, "connect", _on_sqlite_connect)
-            event.listen(self.engine, "begin", _on_sqlite_begin)
-        else:
-            self.engine = create_engine(parsed, isolation_level="SERIALIZABLE", pool_pre_ping=True)
-        self._reader = self.engine.execution_options(reads_only=True)
-        self.id = self._prepare()
+        try:
+            self.engine = self._open(parsed, busy_timeout_seconds)
+            self._reader = self.engine.execution_options(reads_only=True)
+            self.id = self._prepare()
+        except (ArgumentError, ImportError, TypeError, ValueError) as error:
+            # Unknown databases, missing drivers, and parameters in the URL that the driver does not take.
+            self._unlock()
+            raise ConfigError(f"database.url cannot be used: {error.__class__.__name__}: {error}") from error
+
+    def _open(self, url: URL, busy_timeout_seconds: float) -> Engine:
+        if not self._sqlite:
+            return create_engine(url, isolation_level="SERIALIZABLE", pool_pre_ping=True)
+        arguments = {"timeout": busy_timeout_seconds, "check_same_thread": False}
+        engine = create_engine(url, connect_args=arguments)
+        event.listen(engine, "connect", _on_sqlite_connect)
+        event.listen(engine, "begin", _on_sqlite_begin)
+        return engine
 
     def _prepare(self) -> str:
         with self.write() as connection:
@@ -89,6 +100,9 @@ class Database:
     def close(self) -> None:
         """Close all connections and give the lock back."""
         self.engine.dispose()
+        self._unlock()
+
+    def _unlock(self) -> None:
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None

@@ -66,14 +66,17 @@ def serve(config: Config) -> int:
 
 def _bind(server: Server) -> socket.socket:
     family = socket.AF_INET6 if ":" in server.host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener = None
     try:
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((server.host, server.port))
-    except OSError as error:
-        listener.close()
+    except (OSError, OverflowError, ValueError, TypeError) as error:
+        # Besides the system's refusals: a port out of range, and host names that no encoding of names takes.
+        if listener is not None:
+            listener.close()
         raise ConfigError(
-            f"cannot listen on {server.host}:{server.port} ({error.strerror}); "
+            f"cannot listen on {server.host}:{server.port} ({getattr(error, 'strerror', None) or error}); "
             "stop what listens there or set server.host and server.port"
         ) from error
     return listener

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hmac
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,21 +44,9 @@ class Tokens:
         Raises:
             ConfigError: a file is missing, blank, holds more than two tokens, or one token stands in two files.
         """
-        paths = {
-            "alerts": server.alerts_token_file,
-            "cases": server.cases_token_file,
-            "approve": server.approve_token_file,
-            "admin": server.admin_token_file,
-        }
-        self._files = {role: _TokenFile(path) for role, path in paths.items() if path}
-        seen: dict[bytes, str] = {}
-        for role, file in self._files.items():
-            for token in file.tokens():
-                if seen.setdefault(token, role) != role:
-                    raise ConfigError(
-                        f"the {seen[token]} and {role} token files share a token; give each its own, so that "
-                        "whoever reports an alert cannot also approve what it leads to"
-                    )
+        self._files: dict[str, _TokenFile] = {}
+        if found := list(_open(server, self._files)):
+            raise ConfigError("\n".join(found))
 
     def refuse(self, authorization: str | None, scope: str) -> Refusal | None:
         """Return why a request with this `Authorization` header may not use `scope`, or None when it may."""
@@ -76,13 +65,42 @@ class Tokens:
         return None
 
 
+def problems(server: Server) -> list[str]:
+    """Return one sentence for each token file that `Tokens` would refuse."""
+    return list(_open(server, {}))
+
+
+def fits_header(token: bytes) -> bool:
+    """Whether a token can travel in an HTTP header: printable ASCII without blanks."""
+    return all(0x21 <= code <= 0x7E for code in token)
+
+
+def _open(server: Server, files: dict[str, _TokenFile]) -> Iterator[str]:
+    # Fills `files` and yields what is wrong, so that one look finds everything.
+    for role in SCOPES:
+        if path := getattr(server, f"{role}_token_file"):
+            try:
+                files[role] = _TokenFile(path)
+            except ConfigError as error:
+                yield f"server.{role}_token_file: {error}"
+    seen: dict[bytes, str] = {}
+    for role, file in files.items():
+        shared = {seen[token] for token in file.tokens() if seen.setdefault(token, role) != role}
+        for other in sorted(shared):
+            yield (
+                f"the {other} and {role} token files share a token; give each its own, so that "
+                "whoever reports an alert cannot also approve what it leads to"
+            )
+
+
 class _TokenFile:
     def __init__(self, path: str) -> None:
         self._path = path
         try:
             self._stamp, self._tokens = _stamp(path), _read(path)
-        except OSError as error:
-            raise ConfigError(f"token file {path} cannot be read: {error.strerror}; write one token a line") from error
+        except (OSError, ValueError) as error:
+            why = getattr(error, "strerror", None) or error
+            raise ConfigError(f"token file {path} cannot be read: {why}; write one token a line") from error
 
     def tokens(self) -> tuple[bytes, ...]:
         try:
@@ -108,4 +126,6 @@ def _read(path: str) -> tuple[bytes, ...]:
     tokens = tuple(Path(path).read_bytes().split())
     if not 1 <= len(tokens) <= 2:
         raise ConfigError(f"token file {path} holds {len(tokens)} tokens; write one a line, two while rotating")
+    if not all(map(fits_header, tokens)):
+        raise ConfigError(f"token file {path} holds a token that is not printable ASCII; no client could send it")
     return tokens

@@ -164,6 +164,12 @@ def make(settings: Tracing, store: Store, *, pause_seconds: float) -> TraceExpor
     return TraceExporter(settings, store, pause_seconds=pause_seconds) if settings.endpoint else None
 
 
+def check(settings: Tracing) -> None:
+    """Raise `ConfigError` where `make` would; sends nothing and needs no store."""
+    _load()
+    _target(settings)
+
+
 def _load() -> _Wire:
     base = "opentelemetry.proto"
     names = ("common.v1.common", "resource.v1.resource", "trace.v1.trace", "collector.trace.v1.trace_service")

@@ -44,6 +44,12 @@ def built(**sections: dict[str, Any]) -> settings.Config:
         ({"server": {"host": "0.0.0.0"}}, "is not loopback and TLS is off"),
         ({"server": {"tls_cert_file": "cert"}}, "go together"),
         ({"database": {"url": "nonsense"}}, "not a SQLAlchemy URL"),
+        ({"database": {"url": "postgresql://host:port/name"}}, "not a SQLAlchemy URL"),
+        ({"server": {"port": 65536}}, "server.port must be at most 65535"),
+        ({"agents": {"port": 70000}}, "agents.port must be at most 65535"),
+        ({"policy": {"group_share": 1.5}}, "policy.group_share is a share"),
+        ({"cluster": {"endpoint_url": "localhost:8080"}}, "cluster.endpoint_url 'localhost:8080' is no URL"),
+        ({"cluster": {"endpoint_url": "http://host:99999"}}, "cluster.endpoint_url .* is no URL"),
     ],
 )
 def test_a_wrong_setting_is_named_with_what_to_do(sections: dict[str, Any], sentence: str) -> None:
@@ -88,6 +94,8 @@ def test_paths_are_relative_to_the_file(tmp_path: Path, monkeypatch: pytest.Monk
     """The service may be started from any folder."""
     path = tmp_path / "here.toml"
     path.write_text('[cluster]\nname="demo"\n[server]\nalerts_token_file="a"\n[agents]\nevents_token_file="e"\n')
+    for name in ("a", "e"):
+        (tmp_path / name).write_text(f"token-{name}\n")
     monkeypatch.chdir("/")
     loaded = config.load(path)
     assert loaded.server.alerts_token_file == str(tmp_path / "a")
