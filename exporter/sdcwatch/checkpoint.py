@@ -287,6 +287,13 @@ def resume_point(directory: Path | str) -> CheckpointRecord | None:
     return None
 
 
+def earned(step: int, checked_through: int | None, verified_through: int | None) -> str:
+    """The trust that a checkpoint of this step has earned in its own epoch; arguments as of `promote`."""
+    if verified_through is not None and step <= verified_through:
+        return "verified"
+    return "checked" if checked_through is not None and step <= checked_through else "candidate"
+
+
 def promote(
     directory: Path | str, checked_through: int | None, verified_through: int | None, *, epoch: str
 ) -> tuple[CheckpointRecord, ...]:
@@ -304,19 +311,15 @@ def promote(
     """
     changed: list[CheckpointRecord] = []
     for record in list_checkpoints(directory):
-        earned = "candidate"
-        if checked_through is not None and record.step <= checked_through:
-            earned = "checked"
-        if verified_through is not None and record.step <= verified_through:
-            earned = "verified"
-        if record.epoch == epoch and not record.trusted(earned):
-            better = replace(record, trust=earned)
+        deserved = earned(record.step, checked_through, verified_through)
+        if record.epoch == epoch and not record.trusted(deserved):
+            better = replace(record, trust=deserved)
             _write_manifest(better)
             changed.append(better)
     return tuple(changed)
 
 
-def taint(directory: Path | str, newer_than: int | None, reason: str) -> tuple[Path, ...]:
+def taint(directory: Path | str, newer_than: int | None, reason: str, *, epoch: str | None = None) -> tuple[Path, ...]:
     """Renames checkpoints (and their manifests) so that neither we nor "take the newest file" logic loads them.
 
     Repeating it after a crash finishes what was begun.
@@ -324,6 +327,8 @@ def taint(directory: Path | str, newer_than: int | None, reason: str) -> tuple[P
     Args:
         newer_than: those with a larger step; None: all.
         reason: kept in the renamed manifest.
+        epoch: the epoch that halted. An unknown last clean step of that epoch says nothing against what another
+            epoch verified: with it and `newer_than=None`, verified checkpoints of other epochs stay.
 
     Returns:
         The new paths of the data that was renamed by this call.
@@ -335,6 +340,8 @@ def taint(directory: Path | str, newer_than: int | None, reason: str) -> tuple[P
         except CheckpointError:
             record = None  # a step that cannot be read cannot be shown to be old enough
         if record is not None and newer_than is not None and record.step <= newer_than:
+            continue
+        if newer_than is None and epoch is not None and record and record.trusted("verified") and record.epoch != epoch:
             continue
         target = path.with_name(path.name + TAINTED_SUFFIX)
         if path.exists():

@@ -8,6 +8,7 @@ verdict -> report -> **contain**.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import time
@@ -50,10 +51,11 @@ class Halt:
         """Called where a halted rank would go on: ends the process with status 86."""
         if self._standing is None:
             return
-        print(f"sdcwatch: this loop went on after a halt; ending with status {EXIT_HALTED}", file=sys.stderr)
-        sys.stderr.flush()
-        sys.stdout.flush()
-        os._exit(EXIT_HALTED)
+        try:
+            self._reporter.say(f"sdcwatch: this loop went on after a halt; ending with status {EXIT_HALTED}")
+            sys.stdout.flush()
+        finally:  # whatever state the streams are in, a halted rank goes no further
+            os._exit(EXIT_HALTED)
 
     def raise_for(self, event: Event, exchange: Exchange | None) -> None:
         """Stops this rank; collective, so every rank calls it with the same event.
@@ -117,7 +119,9 @@ class Halt:
         if self._checkpoint_dir is None or self._reporter.rank != self._reporter.membership.reporters()[0]:
             return
         try:
-            checkpoint.taint(self._checkpoint_dir, event.last_clean_step, f"{event.id}: {event.sentence}")
+            checkpoint.taint(
+                self._checkpoint_dir, event.last_clean_step, f"{event.id}: {event.sentence}", epoch=event.epoch
+            )
         except (OSError, SdcwatchError) as error:
             self._reporter.swallow("checkpoint", error)
 
@@ -137,7 +141,8 @@ class Halt:
             if sum(1 for t in content.get("scrapes", ()) if float(t) > since) >= self._scrapes:
                 return
             time.sleep(0.2)
-        log.warning("sdcwatch: the agent reported fewer than %d scrapes in %.0f s", self._scrapes, self._seconds)
+        with contextlib.suppress(OSError, ValueError):  # logging itself raises where stderr is closed
+            log.warning("sdcwatch: the agent reported fewer than %d scrapes in %.0f s", self._scrapes, self._seconds)
 
 
 def _exit_with_status(error: CorruptionDetected) -> None:
@@ -145,7 +150,8 @@ def _exit_with_status(error: CorruptionDetected) -> None:
     previous = sys.excepthook
 
     def hook(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
-        previous(kind, value, trace)
+        with contextlib.suppress(OSError, ValueError):  # a traceback that cannot be printed keeps its status
+            previous(kind, value, trace)
         chain: BaseException | None = value
         while chain is not None:
             if chain is error:

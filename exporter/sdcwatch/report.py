@@ -8,6 +8,7 @@ Flow: verdict -> **report** -> event, metrics, spool.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
 import time
@@ -207,9 +208,14 @@ class Reporter:
         self.write(force=True)
         if self.spool is not None and not self.spool.append_event(line):
             self.swallow("spool", SpoolError(self.spool.last_refusal))
-        print(events.verdict_line(line), file=sys.stderr, flush=True)
-        if self.rank in outsiders[:1]:
-            print(self._block(event), file=sys.stderr, flush=True)
+        self.say(events.verdict_line(line) + (f"\n{self._block(event)}" if self.rank in outsiders[:1] else ""))
+
+    def say(self, text: str) -> None:
+        """Prints to stderr. A full disk or a closed pipe there is counted and never ends training."""
+        try:
+            print(text, file=sys.stderr, flush=True)
+        except (OSError, ValueError) as error:  # ValueError: closed, or a name that its encoding lacks
+            self.swallow("stderr", error)
 
     def _block(self, event: events.Event) -> str:
         if event.action == "halt":
@@ -245,7 +251,8 @@ class Reporter:
         kind = f"{what}:{type(error).__name__}"
         if kind not in self._swallowed:
             self._swallowed.add(kind)
-            log.warning("sdcwatch: %s failed and was skipped (further ones are only counted): %r", what, error)
+            with contextlib.suppress(OSError, ValueError):  # logging itself raises where stderr is closed
+                log.warning("sdcwatch: %s failed and was skipped (further ones are only counted): %r", what, error)
 
     def write(self, *, force: bool = False) -> None:
         """Writes the metrics file when the interval has passed, or at once."""

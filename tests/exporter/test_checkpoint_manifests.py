@@ -148,6 +148,21 @@ def test_taint_killed_half_way_is_finished_by_the_next(tmp_path: Path) -> None:
     assert all(p.name.endswith(".tainted") for p in tmp_path.iterdir())
 
 
+def test_an_unknown_clean_step_spares_what_other_epochs_verified(tmp_path: Path) -> None:
+    """A verdict before anything was clean in its epoch says nothing against a verified checkpoint of another epoch."""
+    for step in (5, 10, 15):
+        store(tmp_path, step, epoch="e1")
+    checkpoint.promote(tmp_path, 10, 5, epoch="e1")
+    for step in (20, 25):
+        store(tmp_path, step, epoch="e2")
+    checkpoint.promote(tmp_path, 20, 20, epoch="e2")
+    renamed = checkpoint.taint(tmp_path, None, "sdc-1: no clean step is known", epoch="e2")
+    assert [p.name for p in renamed] == [f"step-{step:06d}.pt.tainted" for step in (10, 15, 20, 25)]
+    assert checkpoint.last_clean(tmp_path, "verified").step == 5  # type: ignore[union-attr]
+    checkpoint.taint(tmp_path, None, "by hand: all of them")
+    assert checkpoint.list_checkpoints(tmp_path) == ()
+
+
 def test_newest_verified_survives_any_rotation(tmp_path: Path) -> None:
     """Rotation by count would throw away the only state that a compute fault leaves clean."""
     for step in (5, 10, 15, 20, 25):

@@ -170,6 +170,52 @@ def test_a_replay_leaves_no_trace(loss: Any, ambient: str) -> None:
         torch.set_deterministic_debug_mode("default")
 
 
+class Counting(nn.Module):
+    """Keeps plain state of its own, and a table that belongs to a cached length."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        self.calls, self.scale, self.warm, self.mode, self.last = 0, 1.0, False, "cold", None
+        self.length, self.table = 0, torch.zeros(0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        self.scale *= 0.5
+        self.warm, self.mode, self.last = True, f"call {self.calls}", self.calls
+        if len(x) != self.length or self.calls > 1:
+            self.length, self.table = len(x), torch.ones(len(x), 1)
+        if self.calls > 1:
+            self.late = self.calls
+        return self.inner(x) * self.table * self.scale
+
+
+@pytest.mark.parametrize("raises", [False, True])
+def test_a_replay_leaves_the_attributes_of_modules_alone(raises: bool) -> None:
+    """A forward that counts its calls, or caches a table, must go on as if no replay had been, also when it raises."""
+    module = nn.Sequential(Counting())
+    recorder = Recorder(CPU)
+    recorder.begin()
+    recorder.loss(lambda m, b: m(b).sum(), module, torch.ones(3, 4), audited=True).backward()
+    before = dict(module[0].__dict__)
+
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        total = model(batch).sum()
+        assert model[0].calls == 2
+        if raises:
+            raise Broken
+        return total
+
+    payload = recorder.pack()
+    assert payload is not None
+    with pytest.raises(Broken) if raises else contextlib.nullcontext():
+        run(payload, module=module, loss_fn=loss, parameters=list(module.parameters()), device=CPU)
+    after = module[0].__dict__
+    assert after.keys() == before.keys()
+    assert [name for name in before if after[name] is not before[name]] == []
+    assert (module[0].calls, module[0].scale, module[0].mode, module[0].last) == (1, 0.5, "call 1", 1)
+
+
 def test_a_different_parameter_is_named() -> None:
     """The first one whose gradient differs, also where only one side has it."""
     live = Run()

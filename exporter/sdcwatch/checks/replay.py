@@ -182,8 +182,13 @@ def set_rng_state(state: dict[str, Any], device: torch.device) -> None:
 
 @contextlib.contextmanager
 def _traceless(module: torch.nn.Module, device: torch.device) -> Iterator[None]:
-    """Buffers, RNG, train flags and determinism flags are as before when the block ends, whatever happens in it."""
+    """Buffers, attributes, RNG, train and determinism flags are as before when the block ends, whatever happens in it.
+
+    Of an attribute of a module (a counter, a cached length) what it is bound to is put back, not what a list or a
+    tensor that it holds contains. All of them, since a length put back without the table it belongs to would lie.
+    """
     rng = rng_state(device)
+    attributes = [(m, dict(m.__dict__)) for m in module.modules()]
     places = [(m, dict(m._buffers)) for m in module.modules()]
     buffers = [(b, b.detach().clone()) for b in module.buffers() if not _overlaps(b)]
     flags = [(m, m.training) for m in module.modules()]
@@ -200,6 +205,11 @@ def _traceless(module: torch.nn.Module, device: torch.device) -> Iterator[None]:
         torch.set_deterministic_debug_mode(deterministic)
         torch.utils.deterministic.fill_uninitialized_memory = filled  # type: ignore[attr-defined]
         set_rng_state(rng, device)
+        for submodule, bound in attributes:
+            for name in submodule.__dict__.keys() - bound.keys():
+                del submodule.__dict__[name]
+            # through __dict__: a property or a __setattr__ of the module's own must not see this
+            submodule.__dict__.update({n: v for n, v in bound.items() if submodule.__dict__.get(n, places) is not v})
         for submodule, named in places:
             # a forward may have put a new tensor in a buffer's place
             if submodule._buffers.keys() != named.keys() or any(submodule._buffers[n] is not named[n] for n in named):
