@@ -44,6 +44,13 @@ _LAZY = {"Monitor": "sdcwatch.monitor", "Settings": "sdcwatch.settings"}
 
 
 def __getattr__(name: str) -> Any:
+    if name == "Monitor":
+        try:
+            importlib.import_module("torch")
+        except (ImportError, OSError) as error:  # OSError: a shared library under it is missing or broken
+            raise ConfigurationError(
+                f"torch cannot be imported ({error}); run this in the Python of your training image"
+            ) from error
     if name in _LAZY:
         return getattr(importlib.import_module(_LAZY[name]), name)
     raise AttributeError(f"module 'sdcwatch' has no attribute {name!r}")

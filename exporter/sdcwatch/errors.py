@@ -5,7 +5,7 @@ SdcwatchError (RuntimeError)
 ├── SpoolError             the spool cannot be written or is owned by somebody else
 ├── IdentityError          sources that name this node contradict each other
 ├── CheckpointError        a checkpoint that must not be loaded
-└── CorruptionDetected     on_fault="halt" or "heal" gave up: raised out of backward() on every rank
+└── CorruptionDetected     on_fault="halt": raised out of backward() on every rank
 """
 
 from __future__ import annotations

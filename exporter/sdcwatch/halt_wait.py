@@ -22,6 +22,7 @@ from urllib.parse import quote
 from sdcwatch import durable, launcher
 from sdcwatch import latch as latches
 from sdcwatch.errors import EXIT_HALTED, SpoolError
+from sdcwatch.preflight import parse_outcome
 
 SCHEMA = 1
 #: A second latch that names nobody within this time is left to a person.
@@ -30,6 +31,8 @@ UNNAMED_WINDOW_SECONDS = 86400.0
 PREFLIGHT_MOST_SECONDS = 300.0
 #: Seconds between two lines that say the job is still halted.
 _REMIND_SECONDS = 600.0
+#: The end of a preflight's output that is read and kept.
+_OUTPUT_BYTES = 65536
 
 Say = Callable[[str], None]
 
@@ -126,7 +129,7 @@ class _Wait:
         if not self._judged and self._preflight is not None:
             status = self._preflight.poll()
             if status is not None:
-                self._record({0: "pass", 1: "fail"}.get(status, "unknown"), f"preflight exited {status}")
+                self._record(judged(status, self._printed()), f"preflight exited {status}")
             elif time.monotonic() - self._since > PREFLIGHT_MOST_SECONDS:
                 self._preflight.kill()
                 self._preflight.wait()
@@ -139,8 +142,7 @@ class _Wait:
 
     def _record(self, outcome: str, detail: str) -> None:
         self._judged = True
-        self._output.seek(0)
-        printed = self._output.read(65536).decode(errors="replace").strip()
+        printed = self._printed()
         self._say(f"preflight on {self._options.node}: {outcome} ({detail})")
         if self._results is None:
             return
@@ -158,6 +160,11 @@ class _Wait:
                 "time": time.time(),
             },
         )
+
+    def _printed(self) -> str:
+        """The end of what the preflight printed; its judgement is the last line."""
+        self._output.seek(max(0, self._output.seek(0, 2) - _OUTPUT_BYTES))
+        return self._output.read(_OUTPUT_BYTES).decode(errors="replace").strip()
 
     def _release_by_job(self) -> None:
         if self._results is None or not self.latch.nodes:
@@ -193,6 +200,18 @@ class _Wait:
             self._preflight.kill()
             self._preflight.wait()
         self._output.close()
+
+
+def judged(status: int, printed: str) -> str:
+    """`pass`, `fail` or `unknown`: what a preflight's exit status and output prove together.
+
+    A failure counts only where the command says it itself, in a JSON line with `"outcome": "fail"`: 1 is also the
+    status of a program that crashed, was not installed or was called wrongly, and that proves nothing of the machine.
+    """
+    outcome = parse_outcome(printed).get("outcome")
+    if status == 0:
+        return "pass" if outcome in (None, "pass") else "unknown"
+    return "fail" if status == 1 and outcome == "fail" else "unknown"
 
 
 def result_name(node: str) -> str:

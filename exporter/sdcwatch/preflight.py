@@ -1,9 +1,10 @@
 """`sdcwatch preflight`: can this machine's devices still calculate?
 
 Judges the host's CPU and each CUDA device by answers that are known exactly, by repeating work bit for bit, by a small
-deterministic training step, and by memory patterns. It accuses only what it can prove: an error or an unsupported type
-is "could not judge", never a failure. A pass proves little against a rare fault; a failure proves much. It never joins
-a process group and never touches a training job's files. torch is imported when a run begins, not before.
+deterministic training step, and by memory patterns. It accuses only what it can prove: an error, an unsupported type
+or a crash of its own is "could not judge", never a failure. A pass proves little against a rare fault; a failure
+proves much. It never joins a process group and never touches a training job's files. torch is imported when a run
+begins, not before.
 Flow: **preflight** -> `sdcwatch run`, remediation's evidence.
 """
 
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import math
 import os
 import sys
 import time
@@ -74,14 +76,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """0 pass, 1 fail, 3 could not judge."""
-    if not arguments.seconds > 0:
-        raise ConfigurationError("--seconds must be above 0")
-    report = judge(seconds=arguments.seconds, devices=arguments.device)
-    if arguments.json:
-        print(json.dumps({"schema": 1, **asdict(report)}))
-    else:
-        print(describe(report))
+    """0 pass, 1 fail, 3 could not judge.
+
+    Raises:
+        ConfigurationError: wrong use.
+    """
+    if not (math.isfinite(arguments.seconds) and arguments.seconds > 0):
+        raise ConfigurationError("--seconds must be a number above 0")
+    started = time.monotonic()
+    try:
+        report = judge(seconds=arguments.seconds, devices=arguments.device)
+    except ConfigurationError:
+        raise
+    except Exception as error:  # Python's own status for a crash is 1, which here would accuse the machine
+        report = Report("unknown", time.monotonic() - started, (), f"preflight itself failed: {_words(error)}")
+    text = json.dumps({"schema": 1, **asdict(report)}) if arguments.json else describe(report)
+    try:
+        print(text, flush=True)
+    except OSError as error:
+        print(f"sdcwatch preflight: the judgement cannot be printed: {error}", file=sys.stderr)
+        return STATUS["unknown"]
     return STATUS[report.outcome]
 
 
@@ -117,15 +131,16 @@ def judge(
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     try:
         torch = importlib.import_module("torch")
-    except ImportError as error:
-        return Report("unknown", time.monotonic() - started, (), f"torch cannot be imported ({error}); use its Python")
+    except Exception as error:  # a library that is missing under it is an OSError, a clash of versions anything else
+        detail = f"torch cannot be imported ({_words(error)}); use its Python"
+        return Report("unknown", time.monotonic() - started, (), detail)
     names = devices or ["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
     reports = []
     for name in names:
         try:
             device = torch.device(name)
         except RuntimeError as error:
-            raise ConfigurationError(f"--device {name!r} is no torch device: {str(error).splitlines()[0]}") from error
+            raise ConfigurationError(f"--device {name!r} is no torch device: {_words(error)}") from error
         reports.append(_judge_device(torch, device, seconds / len(names), matmul or torch.matmul))
     return Report(_worst([r.outcome for r in reports]), time.monotonic() - started, tuple(reports))
 
@@ -142,15 +157,34 @@ def _judge_device(
     seconds: float,
     matmul: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
 ) -> DeviceReport:
-    checks = importlib.import_module("sdcwatch.preflight_checks")
     started = time.monotonic()
-    planned: dict[str, Callable[[], Iterator[str | None]]] = checks.plan(torch, device, matmul)
     results = []
+    try:
+        checks = importlib.import_module("sdcwatch.preflight_checks")
+        planned: dict[str, Callable[[], Iterator[str | None]]] = checks.plan(torch, device, matmul)
+    except Exception as error:  # no CUDA in this build, a GPU that fell off the bus: nothing is proven
+        planned = {}
+        results.append(CheckResult("plan", "unknown", 0, _words(error)))
     for position, (name, rounds) in enumerate(planned.items()):
         left = seconds - (time.monotonic() - started)
         results.append(_run_check(torch, name, rounds, left / (len(planned) - position)))
-    label = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-    return DeviceReport(str(device), str(label), _worst([r.outcome for r in results]), tuple(results))
+    return DeviceReport(str(device), _label(torch, device), _worst([r.outcome for r in results]), tuple(results))
+
+
+def _label(torch: ModuleType, device: torch.device) -> str:
+    """The maker's name of a device; torch's where a GPU no longer says it, so that its checks' results are kept."""
+    if device.type != "cuda":
+        return str(device.type)
+    try:
+        return str(torch.cuda.get_device_name(device))
+    except Exception:  # lost since the checks began
+        return str(device)
+
+
+def _words(error: BaseException) -> str:
+    """Type and first line of an error; some have no text at all."""
+    first = next(iter(str(error).splitlines()), "")
+    return f"{type(error).__name__}: {first[:160]}" if first else type(error).__name__
 
 
 def _run_check(torch: ModuleType, name: str, rounds: Callable[[], Iterator[str | None]], seconds: float) -> CheckResult:
@@ -165,7 +199,7 @@ def _run_check(torch: ModuleType, name: str, rounds: Callable[[], Iterator[str |
                 if time.monotonic() >= end:
                     break
     except Exception as error:  # an error is not a wrong answer: whatever it is, it only takes the judgement away
-        return CheckResult(name, "unknown", done, f"{type(error).__name__}: {str(error).splitlines()[0][:160]}")
+        return CheckResult(name, "unknown", done, _words(error))
     return CheckResult(name, "pass", done, "as expected")
 
 
@@ -184,4 +218,8 @@ def parse_outcome(text: str) -> dict[str, Any]:
 if __name__ == "__main__":
     _parser = argparse.ArgumentParser(prog="sdcwatch preflight")
     add_arguments(_parser)
-    sys.exit(main(_parser.parse_args()))
+    try:
+        sys.exit(main(_parser.parse_args()))
+    except ConfigurationError as _error:
+        print(f"sdcwatch preflight: {_error}", file=sys.stderr)
+        sys.exit(2)

@@ -65,7 +65,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--preflight",
         metavar="COMMAND",
-        help="own health check instead of `sdcwatch preflight`; exits 0 pass, 1 fail, anything else: could not judge",
+        help="own health check instead of `sdcwatch preflight`; exits 0: pass; 1 after the line "
+        '{"outcome": "fail"}: fail; anything else: could not judge',
     )
     parser.add_argument("launcher", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
 
