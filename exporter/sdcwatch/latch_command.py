@@ -13,6 +13,12 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 from sdcwatch import latch as latches
+from sdcwatch.errors import SpoolError
+
+_UNREADABLE = (
+    "no job starts while that file stands. Use its owner's account; or restore the file; or, once you know that the "
+    "job may train, move it away"
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,13 +42,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """0: done (show: nothing stands); 1: a latch stands, or there is none with that id."""
+    """0: done (show: nothing stands); 1: a latch stands or cannot be read, or none has that id; 2: wrong use."""
     directories = [Path(d) for d in arguments.directories]
     missing = [str(d) for d in directories if not d.is_dir()]
     if missing:
         print(f"sdcwatch latch: no such folder: {', '.join(missing)}", file=sys.stderr)
         return 2
-    return _show(directories, arguments.json) if arguments.action == "show" else _release(directories, arguments)
+    if arguments.action == "release":
+        return _release(directories, arguments)
+    try:
+        return _show(directories, arguments.json)
+    except SpoolError as error:
+        print(f"sdcwatch latch: a latch stands that cannot be read: {error}; {_UNREADABLE}", file=sys.stderr)
+        return 1
 
 
 def _show(directories: list[Path], as_json: bool) -> int:
@@ -67,11 +79,23 @@ def _release(directories: list[Path], arguments: argparse.Namespace) -> int:
     if not arguments.by.strip() or not arguments.reason.strip():
         print("sdcwatch latch: --by and --reason must not be empty; they are kept as the record", file=sys.stderr)
         return 2
-    everywhere = latches.places(directories)
-    results = {d: latches.release(d, arguments.latch_id, by=arguments.by, reason=arguments.reason) for d in everywhere}
-    for directory, result in results.items():
+    if not arguments.latch_id.strip():
+        print("sdcwatch latch: --latch-id is empty; `sdcwatch latch show` prints the id that stands", file=sys.stderr)
+        return 2
+    results, unreadable = [], False
+    for directory in latches.places(directories):
+        try:
+            result = latches.release(directory, arguments.latch_id, by=arguments.by, reason=arguments.reason)
+            latches.read_latch(directory)  # one of another schema is "absent" to release, and stands all the same
+        except (SpoolError, OSError) as error:
+            unreadable = True
+            print(f"sdcwatch latch: {directory}: not released: {error}; {_UNREADABLE}", file=sys.stderr)
+            continue
+        results.append(result)
         print(f"{directory}: {result.replace('_', ' ')}")
-    if all(result == "absent" for result in results.values()):
+    if unreadable:
+        return 1
+    if all(result == "absent" for result in results):
         print(f"sdcwatch latch: no latch {arguments.latch_id} there; see `sdcwatch latch show`", file=sys.stderr)
         return 1
     return 0

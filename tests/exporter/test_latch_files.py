@@ -207,3 +207,27 @@ def test_command_shows_and_releases(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert shown["standing"] is None
     assert shown["released"][0]["by"] == "ada"
     assert main(["latch", "show", "--dir", str(tmp_path / "none")]) == 2
+    assert main([*release, " "]) == 2
+    assert "latch show" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("content", ["{", '{"schema": 99}'])
+def test_command_says_what_to_do_about_an_unreadable_latch(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str
+) -> None:
+    """It stands, so `show` is 1; `release` frees the readable folders, is 1 too, and leaves the file as it is."""
+    broken, fine = tmp_path / "broken", tmp_path / "fine"
+    broken.mkdir()
+    latches.write_latch([fine], dataclasses.replace(LATCH, checkpoint_dir=None))
+    (broken / latches.LATCH_FILE).write_text(content)
+    folders = ["--dir", str(broken), "--dir", str(fine)]
+    assert main(["latch", "show", *folders]) == 1
+    assert "move it away" in capsys.readouterr().err
+    who = ["--by", "ada", "--reason", "checked"]
+    released = main(["latch", "release", *folders, "--latch-id", LATCH.latch_id, *who])
+    assert latches.read_latch(fine) is None
+    assert (broken / latches.LATCH_FILE).read_text() == content
+    said = capsys.readouterr()
+    assert f"{fine}: released" in said.out
+    assert released == 1
+    assert "move it away" in said.err

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import ipaddress
+import math
 import os
 import select
 import signal
@@ -69,6 +70,7 @@ def main(arguments: argparse.Namespace) -> int:
     Raises:
         ConfigurationError: wrong use.
     """
+    _check_options(arguments)
     any_port = arguments.port == 0
     settings = Settings.load(
         {
@@ -113,6 +115,24 @@ def main(arguments: argparse.Namespace) -> int:
         print(f"sdcwatch agent: {error}", file=sys.stderr)
         return 1
     return 0
+
+
+def _check_options(arguments: argparse.Namespace) -> None:
+    for name in ("keep", "linger"):
+        seconds: float | None = getattr(arguments, name)
+        if seconds is not None and not (math.isfinite(seconds) and seconds >= 0):
+            raise ConfigurationError(f"--{name} {seconds:g} must be a number of seconds, 0 or more")
+    path: Path | None = arguments.textfile
+    if path is None:
+        return
+    if path.is_dir() or not path.name:
+        raise ConfigurationError(f"--textfile {path} is a folder; name a file in it, as {path / 'sdcwatch.prom'}")
+    if not path.parent.is_dir():
+        raise ConfigurationError(f"--textfile {path}: there is no folder {path.parent}; create it, or name another")
+    if not os.access(path.parent, os.W_OK | os.X_OK):
+        raise ConfigurationError(
+            f"--textfile {path}: this user may not write into {path.parent}; let it, or name another"
+        )
 
 
 def dies_with_job() -> bool:

@@ -1,6 +1,7 @@
 """Bearer tokens from files: one secret a purpose, read afresh when the file changes, compared in constant time.
 
-Never logs a token, and treats a file that became blank or unreadable as "nobody may". Standard library only.
+Never logs a token, and treats a file that became blank, unreadable or no printable ASCII as "nobody may".
+Standard library only.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ class Token:
     """The token in one file.
 
     Raises:
-        ConfigurationError: the file cannot be read or holds nothing.
+        ConfigurationError: the file cannot be read, holds nothing, or holds what no HTTP header carries unchanged.
     """
 
     def __init__(self, path: Path | str, purpose: str) -> None:
@@ -28,6 +29,11 @@ class Token:
             self._load()
         except OSError as error:
             raise ConfigurationError(f"{purpose} token file {path}: {error.strerror or error}") from error
+        if not _is_printable(self._secret):
+            raise ConfigurationError(
+                f"{purpose} token file {path} holds more than one line of printable ASCII; write a secret into it: "
+                f"openssl rand -hex 32 > {path}"
+            )
         if not self._secret:
             raise ConfigurationError(
                 f"{purpose} token file {path} is blank; write a secret into it: openssl rand -hex 32 > {path}"
@@ -42,7 +48,7 @@ class Token:
         scheme, _, given = (authorization or "").partition(" ")
         offered = given.strip().encode("utf-8", errors="replace")
         same = hmac.compare_digest(offered, self._secret)
-        return same and bool(self._secret) and scheme.lower() == "bearer"
+        return same and bool(self._secret) and _is_printable(self._secret) and scheme.lower() == "bearer"
 
     def _load(self) -> None:
         facts = self._path.stat()
@@ -51,3 +57,7 @@ class Token:
             with self._path.open("rb") as stream:
                 self._secret = stream.read(_LONGEST).strip()
             self._version = version
+
+
+def _is_printable(secret: bytes) -> bool:
+    return all(0x20 <= byte <= 0x7E for byte in secret)

@@ -93,6 +93,11 @@ def test_a_busy_port_is_a_clear_error(refused: Make, busy: int, root: Path) -> N
         (["--events-token-file", "/nowhere/token"], "/nowhere/token"),
         (["--node", "../evil"], "no name"),
         (["--port", "99999"], "99999"),
+        (["--keep", "nan"], "--keep nan"),
+        (["--keep", "-1"], "--keep -1"),
+        (["--linger", "inf"], "--linger inf"),
+        (["--textfile", "/nowhere/sdcwatch.prom"], "no folder /nowhere"),
+        (["--textfile", "/tmp"], "is a folder"),
     ],
 )
 def test_wrong_use_is_refused_with_a_sentence(refused: Make, options: list[str], sentence: str) -> None:
@@ -116,6 +121,14 @@ def test_a_blank_token_file_refuses_to_start(refused: Make, token_file: Make) ->
     assert status == 2
     assert "latch token file" in said
     assert "blank" in said
+
+
+@pytest.mark.parametrize("secret", ["schl\u00fcssel", "two\nlines", "a\x00b"])
+def test_a_token_that_no_header_carries_refuses_to_start(refused: Make, token_file: Make, secret: str) -> None:
+    """Nobody could ever present it; better told at start than by a 401 at three in the morning."""
+    status, said = refused("--events-token-file", token_file("events", secret))
+    assert status == 2
+    assert "printable ASCII" in said
 
 
 def test_sigterm_ends_it_cleanly(agent: Make, root: Path) -> None:
