@@ -31,7 +31,17 @@ RULES = (
     ),
     ("weights.py", 'if not columns.same("gradient_begin"):', "if False:", "weights"),
     ("weights.py", "    if signs:\n        return replace", "    if False:\n        return replace", "weights"),
-    ("weights.py", "if _code_wrote(run, stage):", "if False:", "weights"),
+    ("weights.py", "signs += _code_wrote(run, stage)", "signs += ()", "weights"),
+    (
+        "weights.py",
+        'return ("written",) if stage.path == WEIGHTS_AT_REST and',
+        'return ("written",) if False and',
+        "weights",
+    ),
+    ("weights.py", "return steps is not None and set(steps) ==", "return True or set(steps or ()) ==", "weights"),
+    ("weights.py", "if ran and (stepped or not history.counters):", "if True:", "weights"),
+    ("signs.py", "if name in COUNTERS else None", "if False else None", "weights"),
+    ("signs.py", 'known = then.get("unfinished", (0,) * len(unfinished))', "known = (0,) * len(unfinished)", "weights"),
     ("weights.py", "signs + seen_before", "signs", "weights"),
     (
         "gradient.py",
@@ -85,6 +95,7 @@ RULES = (
     ("replay.py", "return row.served_digest if same_input else None", "return row.served_digest", "audit"),
     ("replay.py", "audited = step if everyone and not history.tainted", "audited = step if everyone", "edges"),
     ("replay.py", "audited = step if everyone and", "audited = step if", "audit"),
+    ("replay.py", "and _originals_speak_alike(seen)", "", "audit"),
     ("outcome.py", "new=False", "new=True", "gradient"),
 )
 

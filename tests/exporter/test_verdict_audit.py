@@ -187,6 +187,24 @@ def test_an_audit_that_left_an_edge_unmeasured_verifies_nothing() -> None:
     assert after.audited == before
 
 
+def test_an_audit_in_which_some_originals_stand_apart_verifies_nothing() -> None:
+    """A new shape may not accuse rank 2's original yet, but nobody has shown either that it was right."""
+    group = run(1, 1, 1, 1)
+    before = group.history.audited
+    shape = {"batch_signature": dict.fromkeys(range(4), 22)}
+    assert replay_result(group, {"original": {2: 1}}, shape) == "clean"
+    assert group.history.audited == before
+    assert replay_result(group, {}, shape) == "clean"
+    assert group.history.audited == group.next_step - 1
+
+
+def test_originals_that_no_replay_equals_leave_verifying_to_the_replays() -> None:
+    """A compiled step rounds otherwise on every rank; two nodes that agree still verify it."""
+    group = run(1, 1, 1, 1, calibrated=False)
+    assert replay_result(group, {"original": dict.fromkeys(range(4), 5)}) == "clean"
+    assert group.history.audited == group.next_step - 1
+
+
 def test_calibration_stays_bounded() -> None:
     """Ever new shapes do not grow the history."""
     group = run(1, 1, 1)

@@ -66,6 +66,16 @@ def test_a_sign_of_software_stops_no_run(sign: dict[str, dict[int, float]]) -> N
     assert [(v.kind, v.contains) for v in found] == [("software", False)]
 
 
+def test_an_old_difference_of_the_compile_counter_stops_hiding_gradients() -> None:
+    """Rank 0 compiled one graph more before the epoch: only what the counter moves says anything about now."""
+    group = SimulatedGroup(group_of(1, 1, 1))
+    more = {"compile_count": {0: 3}}
+    group.step(more)
+    group.step(more)
+    verdict = only(group.step({"reduced": {0: 1}, **more}))
+    assert (verdict.kind, verdict.contains) == ("inconclusive", True)
+
+
 def test_the_first_check_of_an_epoch_is_software() -> None:
     """No transition was seen, so nothing is contained."""
     assert only(SimulatedGroup(group_of(1, 1, 1)).step({"reduced": {0: 1}})).kind == "software"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from sdcwatch.testing.simulated_group import SimulatedGroup, group_of
 from sdcwatch.verdict import Judgement, Verdict, checked_through, verified_through
@@ -181,6 +183,77 @@ def test_code_that_wrote_on_one_rank_is_software() -> None:
     """Version counters that rose on one rank only tell an EMA swap from memory."""
     group = run(1, 1, 1, 1)
     assert only(group.step({"weights_now": {0: 1}, "versions_now": {0: 9999}})).kind == "software"
+
+
+def moved_by(group: SimulatedGroup, name: str, more: int = 1) -> dict[str, dict[int, int]]:
+    """A version counter that moved further than the optimizer moved it, equally on all ranks."""
+    return {name: {rank: getattr(row, name) + more for rank, row in enumerate(group.rows())}}
+
+
+def test_code_that_wrote_on_every_rank_is_software_where_weights_should_rest() -> None:
+    """Each rank perturbed its weights by its own gradient before the backward (m-SAM): no rank's memory did that."""
+    group = run(1, 1, 1, 1)
+    verdict = only(group.step({"weights_now": {2: 1}, **moved_by(group, "versions_now")}))
+    assert (verdict.kind, verdict.path, verdict.contains) == ("software", "code", False)
+    assert verdict.evidence["signs"] == ["written"]
+
+
+def test_code_that_wrote_before_the_optimizer_step_began_is_software() -> None:
+    """Between a row and the optimizer step after it nothing but code moves the parameters' version counters."""
+    group = run(1, 1, 1, 1)
+    moved = {k: v for n in ("begin", "end", "now") for k, v in moved_by(group, f"versions_{n}").items()}
+    verdict = only(group.step(moved, apart={2: 1}))
+    assert (verdict.kind, verdict.evidence["signs"]) == ("software", ["written"])
+
+
+def test_optimizer_steps_that_no_row_showed_are_no_sign_of_code() -> None:
+    """A void row hid one optimizer step, which moved the version counters as it should; the fault still contains."""
+    group = run(1, 1, 1, 1)
+    group.step(rows=[None, *group.rows()[1:]])
+    verdict = only(group.step(apart={2: 1}))
+    assert (verdict.kind, verdict.path, verdict.contains) == ("inconclusive", "weights at rest", True)
+
+
+def test_an_optimizer_state_at_rest_is_not_explained_by_writes_to_parameters() -> None:
+    """Code that clips weights in every step does not reach the optimizer's state."""
+    group = run(1, 1, 1, 1)
+    moved = {k: v for n in ("begin", "end", "now") for k, v in moved_by(group, f"versions_{n}").items()}
+    verdict = only(group.step({"state_begin": {2: 1}, "state_end": {2: 1}, **moved}))
+    assert (verdict.kind, verdict.path, verdict.contains) == ("inconclusive", "optimizer state at rest", True)
+
+
+@pytest.mark.parametrize("first", [0, 2])
+@pytest.mark.parametrize("field", ["compile_count", "optimizer_steps", "unfinished"])
+def test_an_old_difference_of_a_counter_hides_no_later_fault(field: str, first: int) -> None:
+    """One rank compiled one graph more, or skipped a step, long ago and all state stayed equal: no sign any more."""
+    group = SimulatedGroup(group_of(1, 1, 1, 1))
+    group.steps(first + 1)
+
+    def counted() -> dict[str, dict[int, int]]:
+        return {field: {rank: (getattr(row, field) or 0) + (rank == 0) for rank, row in enumerate(group.rows())}}
+
+    for _ in range(2):
+        assert group.step(counted()).verdicts == ()
+    verdict = only(group.step({**counted(), **optimizer_fault(3)}))
+    assert (verdict.kind, verdict.suspects) == ("attributed", (3,))
+
+
+def test_a_reduce_left_unfinished_explains_the_optimizer_step_that_used_it() -> None:
+    """All ranks left one unfinished; the optimizer stepped with its gradients several rows later."""
+    group = run(1, 1, 1, 1)
+    last = group.rows()
+    group.step(rows=last)
+    names = ("optimizer_step_of", "optimizer_steps", "versions_begin", "versions_end", "versions_now", "weights_now")
+    held = {name: {rank: getattr(row, name) for rank, row in enumerate(last)} for name in names}
+    for _ in range(3):
+        rows = [
+            replace(row, unfinished=1, **{name: held[name][rank] for name in names})
+            for rank, row in enumerate(group.rows())
+        ]
+        assert group.step(rows=rows).verdicts == ()
+    unfinished = dict.fromkeys(range(4), 1)
+    verdict = only(group.step({"unfinished": unfinished, "gradient_begin": {3: 1}, **optimizer_fault(3)}))
+    assert (verdict.kind, verdict.evidence["signs"]) == ("software", ["unfinished"])
 
 
 def test_version_counters_with_a_constant_offset_are_no_sign() -> None:

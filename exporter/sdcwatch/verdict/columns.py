@@ -94,9 +94,9 @@ class Columns:
         """An integer field of all ranks."""
         return tuple(map(attrgetter(name), self._rows))
 
-    def increments(self, begin: Sequence[int | None], end: str) -> Partition | None:
-        """Partition by how far a counter moved from `begin` to field `end`; None where a rank did not measure it."""
+    def moved(self, begin: Sequence[int | None], end: str) -> list[int] | None:
+        """How far a counter moved from `begin` to field `end`, a rank; None where a rank did not measure it."""
         last = self.integers(end)
         if len(begin) != len(last) or None in begin or None in last:
             return None
-        return labels([b - a for a, b in zip(begin, last, strict=True) if a is not None and b is not None])
+        return [b - a for a, b in zip(begin, last, strict=True) if a is not None and b is not None]

@@ -40,6 +40,7 @@ def judge_gradient(history: History, group: Group, step: int, columns: Columns, 
     """Compares the reduced gradients of one step.
 
     Args:
+        history: as the weight check of the same row left it.
         clean_before: newest step whose state is clean if this gradient is not.
     """
     if columns.absent("reduced") or columns.labels("schema"):
@@ -54,7 +55,7 @@ def judge_gradient(history: History, group: Group, step: int, columns: Columns, 
         return Outcome(CLEAN, (), after.with_open(GRADIENT_CHECKSUM, ()), part)
     verdicts = kept
     if splits(history.gradient or (), part):
-        signs = of_gradient(columns)
+        signs = of_gradient(columns, history.signs)
         if history.gradient is None:
             signs = (*signs, "first_check")
         verdicts = (*kept, _mismatch(group, step, columns, outside(part, group), signs, clean_before))

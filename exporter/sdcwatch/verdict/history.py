@@ -49,6 +49,9 @@ class History:
         state: partition of the optimizer state where last seen; None before the first.
         signs: signs of software in the newest exchange; the optimizer step that followed ran under them.
         versions_now: version counters at the newest exchange, a rank.
+        optimizer_steps: optimizer steps taken by the newest exchange, a rank.
+        counters: the counters of `signs.COUNTERS` at the newest exchange that compared the state after an optimizer
+            step, a rank each; only what they moved since then can explain a difference.
         optimizer_step_of: step of the newest optimizer step already judged.
         gradient_clean_since: gradient_checksum ran and was clean at every step from this one on; None: not so.
         weights_clean_step: step of the newest clean run of weight_checksum.
@@ -71,6 +74,8 @@ class History:
     state: Partition | None = None
     signs: tuple[str, ...] = ()
     versions_now: tuple[int | None, ...] = ()
+    optimizer_steps: tuple[int | None, ...] = ()
+    counters: tuple[tuple[int | None, ...], ...] = ()
     optimizer_step_of: int | None = None
     gradient_clean_since: int | None = None
     weights_clean_step: int | None = None

@@ -84,7 +84,7 @@ def judge_replay(
         calibration = _switch_off(found, columns) if off else found.after
         return Outcome("skipped:nondeterministic", (), replace(history, calibration=calibration), None, outliers)
     everyone = len(seen.measured) == group.size
-    audited = step if everyone and not history.tainted else history.audited
+    audited = step if everyone and not history.tainted and _originals_speak_alike(seen) else history.audited
     after = replace(history, calibration=found.after, audited=audited).with_open(REPLAY, ())
     return Outcome(CLEAN, (), after)
 
@@ -121,6 +121,14 @@ def _view(seen: Measured, found: Calibrated) -> EdgeView:
         first_difference=seen.first_difference,
         unsure=found.failed,
     )
+
+
+def _originals_speak_alike(seen: Measured) -> bool:
+    """Whether all originals equal their own replay, or none does (a compiled step), so that S and N speak for them.
+
+    Where some do, an original that does not may be the fault that this audit was to find, calibrated or not.
+    """
+    return len({o == s for o, s in zip(seen.original, seen.own, strict=True)}) == 1
 
 
 def _third_digest(group: Group, step: int, audit: AuditRows, tie: AuditRows, owner: int) -> int | None:

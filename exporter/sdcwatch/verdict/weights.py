@@ -30,7 +30,7 @@ from sdcwatch.verdict.records import (
     Verdict,
 )
 from sdcwatch.verdict.sentences import capital, listing, others, spread, who
-from sdcwatch.verdict.signs import CONFIGURATION, WORDS, of_weights
+from sdcwatch.verdict.signs import CONFIGURATION, WORDS, counters, of_weights
 
 _BEGIN, _END, _NOW, _CONFIG = "begin", "end", "now", "configuration"
 _FIELDS = {
@@ -74,11 +74,12 @@ def judge_weights(history: History, group: Group, step: int, columns: Columns, g
     fresh = bool(columns.labels("optimizer_step_of")) or (
         columns.rows[0].optimizer_step_of is not None and columns.rows[0].optimizer_step_of != history.optimizer_step_of
     )
-    signs = of_weights(columns)
+    signs = of_weights(columns, history.counters)
     # What differed as the last row was taken (a learning rate, say) is what the optimizer step in between ran under.
     seen_before = tuple(sign for sign in history.signs if sign not in signs)
     run = _Run(history, group, step, columns, signs + seen_before, fresh)
     ran = not columns.absent("weights_now") or (fresh and not columns.absent("weights_end"))
+    stepped = fresh or columns.integers("optimizer_steps") != history.optimizer_steps
     events = history.opened(WEIGHT_CHECKSUM)
     new: list[Verdict] = []
     equal_throughout, part = not _configuration(columns), UNIFORM
@@ -91,7 +92,11 @@ def judge_weights(history: History, group: Group, step: int, columns: Columns, g
         events = still_apart(events, part, group)
     lasts = lasting(events, step)
     still = still_apart(new, part, group)
-    after = replace(_remember(run, equal_throughout and ran), signs=signs).with_open(WEIGHT_CHECKSUM, lasts + still)
+    after = replace(_remember(run, equal_throughout and ran), signs=signs)
+    if ran and (stepped or not history.counters):
+        # Until an optimizer step is compared, what happened since the last one can still come to light in it.
+        after = replace(after, counters=counters(columns))
+    after = after.with_open(WEIGHT_CHECKSUM, lasts + still)
     result = (CLEAN if equal_throughout else DIFFERS) if ran or not equal_throughout else "skipped:disabled"
     return Outcome(result, (*lasts, *new), after, part if ran else None)
 
@@ -145,6 +150,7 @@ def _remember(run: _Run, clean: bool) -> History:
         weights=weights,
         state=state,
         versions_now=columns.integers("versions_now"),
+        optimizer_steps=columns.integers("optimizer_steps"),
         optimizer_step_of=newest if newest is not None else history.optimizer_step_of,
         weights_clean_step=run.step if clean else history.weights_clean_step,
     )
@@ -154,8 +160,7 @@ def _verdict(run: _Run, stage: _Stage, gradient_differs: bool) -> Verdict:
     signs = run.signs
     if stage.first and stage.name != _CONFIG:
         signs = (*signs, "first_check")
-    if _code_wrote(run, stage):
-        signs = (*signs, "versions")
+    signs += _code_wrote(run, stage)
     differing = outside(stage.after, run.group)
     base = Verdict(
         step=run.step,
@@ -189,12 +194,30 @@ def _verdict(run: _Run, stage: _Stage, gradient_differs: bool) -> Verdict:
     return replace(base, kind=ATTRIBUTED, suspects=suspects, path=OPTIMIZER_COMPUTE, contains=True, sentence=sentence)
 
 
-def _code_wrote(run: _Run, stage: _Stage) -> bool:
-    """Whether the version counters moved differently on different ranks between the moment before and this one."""
+def _code_wrote(run: _Run, stage: _Stage) -> tuple[str, ...]:
+    """The sign that version counters give: code wrote to the parameters between the moment before and this one.
+
+    They moved differently on different ranks, or they moved at all while the weights should have been at rest: a
+    flipped bit moves none, and clipping moves only those of gradients.
+    """
     begin, end = stage.version_fields
     if not end:
-        return False
-    return bool(run.columns.increments(run.columns.integers(begin) if begin else run.history.versions_now, end))
+        return ()
+    moved = run.columns.moved(run.columns.integers(begin) if begin else run.history.versions_now, end)
+    if moved is None or not any(moved):
+        return ()
+    if len(set(moved)) > 1:
+        return ("versions",)
+    return ("written",) if stage.path == WEIGHTS_AT_REST and _no_step_between(run, stage) else ()
+
+
+def _no_step_between(run: _Run, stage: _Stage) -> bool:
+    """Whether no optimizer step lies between a stage and the moment before it."""
+    if stage.version_fields[0]:
+        return True
+    # From the last row to this one: as the newest step begins it is the only one that may be counted.
+    steps = run.columns.moved(run.history.optimizer_steps, "optimizer_steps")
+    return steps is not None and set(steps) == {int(stage.name == _BEGIN)}
 
 
 def _at_rest(run: _Run, stage: _Stage, base: Verdict) -> Verdict:
