@@ -61,6 +61,11 @@ class Event:
         """Return the identities of the suspects."""
         return tuple(rank for rank in self.ranks if rank.rank in self.suspects)
 
+    def blames(self, instance_id: str) -> bool:
+        """Whether it attributes a real fault to an instance, which is more than naming it as one of the ranks."""
+        named = any(rank.instance == instance_id for rank in self.suspect_ranks())
+        return self.kind == "attributed" and not self.drill and named
+
 
 @dataclass(frozen=True, slots=True)
 class Copy:

@@ -14,11 +14,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import Connection, delete, func, insert, select, update
+from sqlalchemy import ColumnElement, Connection, Table, delete, exists, func, insert, select, update
 from sqlalchemy.exc import IntegrityError
 
 from sdcwatch_remediation import schema
-from sdcwatch_remediation.cases import Case
+from sdcwatch_remediation.cases import Case, from_row
 from sdcwatch_remediation.errors import Conflict
 from sdcwatch_remediation.evidence import canonical_json
 from sdcwatch_remediation.policy import PastEvent, Usage
@@ -26,6 +26,8 @@ from sdcwatch_remediation.records import ReplaceResult
 from sdcwatch_remediation.store import GONE, AuditLine, Store, is_retired
 
 DAY_SECONDS = 86_400.0
+
+_ENDED = ("expired", "failed")
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +125,35 @@ class Ledger:
             rows = connection.execute(select(table).where(table.c.case_id == case_id).order_by(table.c.id)).all()
         return [Intent(r.id, r.case_id, r.request, r.reserved_at, r.outcome, r.code) for r in rows]
 
+    def leave(self, case: Case, to: str, *, reason: str, **changes: Any) -> Case:
+        """Move a case out of `replacing`, unless its replacement has been asked for.
+
+        Raises:
+            Conflict: a live intent stands (only the inventory can settle it), or the case has moved meanwhile.
+        """
+        lines: list[AuditLine] = []
+        with self._database.write() as connection:
+            moved = self._store.move_in(connection, lines, case, to, reason=reason, **changes)
+            self._nothing_asked(connection, case)
+        self._store.publish(lines)
+        return moved
+
+    def _nothing_asked(self, connection: Connection, case: Case) -> None:
+        # Asked after the move: from then on `reserve` in another process fails, and what it reserved before is seen.
+        table = schema.intents
+        live = select(func.count()).where(table.c.case_id == case.id, _live())
+        if connection.execute(live).scalar():
+            raise Conflict(f"{case.id}: the replacement has been asked for already; wait for what the inventory shows")
+
+    def unsettled(self) -> list[Case]:
+        """Return the ended cases whose replacement was asked for lately and is neither refused nor proven."""
+        cases, intents = schema.cases, schema.intents
+        since = self._store.clock() - DAY_SECONDS
+        asked = select(intents.c.case_id).where(_live(), intents.c.reserved_at > since)
+        query = select(cases).where(cases.c.id.in_(asked), cases.c.state.in_(_ENDED), ~_buried(cases))
+        with self._database.read() as connection:
+            return [from_row(row) for row in connection.execute(query.order_by(cases.c.opened_at)).mappings()]
+
     # What policy asks
 
     def usage(self, cluster: str, group: str, *, besides: str) -> Usage:
@@ -133,14 +164,20 @@ class Ledger:
     def _usage(self, connection: Connection, cluster: str, group: str, besides: str) -> Usage:
         intents, cases = schema.intents, schema.cases
         live = (
-            select(intents.c.case_id, intents.c.group_name, intents.c.reserved_at, cases.c.state)
+            select(intents.c.group_name, intents.c.reserved_at, cases.c.state, _buried(cases).label("proven"))
             .join(cases, cases.c.id == intents.c.case_id)
             .where(intents.c.cluster == cluster, intents.c.action == "replace", intents.c.case_id != besides)
-            .where(intents.c.outcome.is_(None) | (intents.c.outcome != "refused"))
+            .where(_live())
         )
         rows = connection.execute(live).all()
-        flying = [row for row in rows if row.state in ("replacing", "proving_replacement")]
         since = self._store.clock() - DAY_SECONDS
+        # A case that gave up does not call its request back: it may still take an instance away.
+        flying = [
+            row
+            for row in rows
+            if row.state in ("replacing", "proving_replacement")
+            or (row.state in _ENDED and not row.proven and row.reserved_at > since)
+        ]
         return Usage(
             in_flight=len(flying),
             in_flight_in_group=sum(row.group_name == group for row in flying),
@@ -240,8 +277,6 @@ class Ledger:
         Raises:
             Conflict: the case is over, or its replacement has been asked for already.
         """
-        if case.state == "replacing" and any(intent.outcome != "refused" for intent in self.intents(case.id)):
-            raise Conflict(f"{case.id}: the replacement has been asked for already")
         return self._decide(case, "rejected", by, "rejected", reason=reason, outcome="rejected")
 
     def _decide(self, case: Case, to: str, by: str, decision: str, *, reason: str = "", **changes: Any) -> Case:
@@ -250,6 +285,8 @@ class Ledger:
             moved = self._store.move_in(
                 connection, lines, case, to, reason=reason or f"{decision} by {by}", detail={"by": by}, **changes
             )
+            if case.state == "replacing":
+                self._nothing_asked(connection, case)
             connection.execute(
                 insert(schema.approvals).values(
                     case_id=case.id,
@@ -284,3 +321,12 @@ class Ledger:
         with self._database.read() as connection:
             value = connection.execute(select(schema.meta.c.value).where(schema.meta.c.key == "paused")).scalar()
         return dict(json.loads(value)) if value else None
+
+
+def _live() -> ColumnElement[bool]:
+    return schema.intents.c.outcome.is_(None) | (schema.intents.c.outcome != "refused")
+
+
+def _buried(cases: Table) -> ColumnElement[bool]:
+    table = schema.tombstones
+    return exists().where(table.c.cluster == cases.c.cluster, table.c.instance_id == cases.c.instance_id)

@@ -117,7 +117,7 @@ _TABLE = (
         "the inventory is read until another instance runs in its place",
         "replacement_seconds",
         "failed",
-        ("resuming", "failed"),
+        ("resuming", "replacing", "failed"),
     ),
     State(
         "resuming",

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable
 
 from sdcwatch_remediation.actions.isolate import contain, quarantine
-from sdcwatch_remediation.actions.replace import prove_replacement, replace
+from sdcwatch_remediation.actions.replace import asked_already, prove_replacement, replace
 from sdcwatch_remediation.actions.resume import release
 from sdcwatch_remediation.cases import Case
 from sdcwatch_remediation.casework import observe, prove, receive, settle
@@ -73,6 +73,7 @@ class Worker:
             except Exception:  # one broken case must not stop the others; it is counted and seen, and tried again
                 log.exception("%s: unexpected error in state %s", case.id, case.state)
                 self.context.telemetry.count("sdc_remediation_errors_total", "case")
+        self._look_back()
         self._watch()
         self.context.telemetry.round_ended(self.context.clock())
 
@@ -83,14 +84,16 @@ class Worker:
             state = STATES[case.state]
             overdue = case.deadline is not None and now > case.deadline
             step = STEPS.get(case.state)
-            if overdue and case.state not in READ_BEFORE_DEADLINE:
+            # A request that was not refused may have its effect yet: that is read, whatever the time.
+            reads = case.state in READ_BEFORE_DEADLINE or (case.state == "replacing" and asked_already(ctx, case))
+            if overdue and not reads:
                 self._expire(case, state.overdue)
                 return
             if step is None or (case.next_at > now and not overdue):
                 return
             moved = step(ctx, case)
             if moved is None:
-                if overdue:
+                if overdue and case.state in READ_BEFORE_DEADLINE:
                     self._expire(case, state.overdue)
                 return
             case = moved
@@ -98,7 +101,19 @@ class Worker:
 
     def _expire(self, case: Case, to: str) -> None:
         reason = f"{case.state} for longer than it may be; last: {case.reason}"
-        self.context.store.move(case, to, reason=reason[:1000])
+        if case.state == "replacing":
+            self.context.ledger.leave(case, to, reason=reason[:1000])
+        else:
+            self.context.store.move(case, to, reason=reason[:1000])
+
+    def _look_back(self) -> None:
+        ctx = self.context
+        unsettled = ctx.ledger.unsettled()
+        inventory = ctx.inventory() if unsettled else None
+        for case in unsettled:
+            if heir := ctx.replaced_elsewhere(case, inventory):
+                ctx.ledger.entomb(case, heir.instance_id)
+                ctx.store.note(case.id, "replacement_proven", {"replacement": heir.instance_id, "after": case.state})
 
     def _watch(self) -> None:
         ctx = self.context
@@ -114,7 +129,11 @@ class Worker:
                 if member.group == suspect.group and member.status == "Running" and member != suspect
             ]
             for answer in ctx.agents.events(peers, case.instance_id, case.event_time):
-                newer = [copy.event for copy in answer.copies if copy.event.time > case.event_time]
+                newer = [
+                    copy.event
+                    for copy in answer.copies
+                    if copy.event.time > case.event_time and copy.event.blames(case.instance_id)
+                ]
                 if newer and ctx.store.reopen(case, newer[-1].id, check=newer[-1].check):
                     self.wake()
                     break

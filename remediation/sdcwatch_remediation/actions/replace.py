@@ -17,23 +17,29 @@ from sdcwatch_remediation.errors import Conflict
 from sdcwatch_remediation.policy import Answer
 from sdcwatch_remediation.records import Outcome, ReplaceResult
 
+ANSWER_SECONDS = 60.0
+"""An intent without a record is left to whoever reserved it for this long: one call ends sooner (5 s to connect, 30 s
+to be answered, no retry), and longer means that its process died."""
+
 
 def replace(ctx: Context, case: Case) -> Case | None:
     """Make the next attempt, if there may be one (`replacing`)."""
     intents = ctx.ledger.intents(case.id)
     if live := [intent for intent in intents if intent.outcome != "refused"]:
+        if live[-1].outcome is None and ctx.clock() - live[-1].reserved_at < ANSWER_SECONDS:
+            return None  # another process may be in the middle of this very call
         known = live[-1].outcome or "not recorded: the service stopped between intent and record"
         return ctx.store.move(case, "proving_replacement", reason=f"intent {live[-1].id}: {known}")
     inventory = ctx.inventory()
     if heir := ctx.replaced_elsewhere(case, inventory):
         return replaced_by_others(ctx, case, heir.instance_id)
     if len(intents) >= ctx.config.policy.attempts:
-        return ctx.store.move(case, "failed", reason=f"refused {len(intents)} times, last: {intents[-1].code}")
+        return ctx.ledger.leave(case, "failed", reason=f"refused {len(intents)} times, last: {intents[-1].code}")
     decision, _ = ctx.decide("replace", case, inventory)
     if decision.answer is Answer.FREEZE:
-        return ctx.store.move(case, "frozen", reason=decision.reason, gates=gates_json(decision))
+        return ctx.ledger.leave(case, "frozen", reason=decision.reason, gates=gates_json(decision))
     if decision.answer is Answer.REFUSE:
-        return ctx.store.move(case, "failed", reason=decision.reason, gates=gates_json(decision))
+        return ctx.ledger.leave(case, "failed", reason=decision.reason, gates=gates_json(decision))
     if not permitted(ctx, case, decision):
         return None
     assert inventory is not None  # the decision said so
@@ -67,6 +73,8 @@ def prove_replacement(ctx: Context, case: Case) -> Case | None:
     inventory, before = ctx.inventory(), case.before_inventory()
     heir = ctx.provider.replacement_of(before, inventory, case.instance_id) if before and inventory else None
     if heir is None:
+        if not asked_already(ctx, case):
+            return _refused_late(ctx, case)
         ctx.store.set(case, next_at=ctx.clock() + ctx.config.worker.poll_seconds)
         return None
     ctx.ledger.entomb(case, heir.instance_id)
@@ -75,6 +83,21 @@ def prove_replacement(ctx: Context, case: Case) -> Case | None:
         case, step="replacement_proven", detail=detail, replacement=heir.instance_id, outcome="replaced"
     )
     return ctx.store.move(case, "resuming", reason=f"{heir.instance_id} runs in its place")
+
+
+def asked_already(ctx: Context, case: Case) -> bool:
+    """Whether a request that was not refused may have had, or may still have, its effect."""
+    return any(intent.outcome != "refused" for intent in ctx.ledger.intents(case.id))
+
+
+def _refused_late(ctx: Context, case: Case) -> Case:
+    # A refusal that was recorded after another process had begun to read: nothing happened, so nothing will show.
+    answers = [line["detail"] for line in ctx.store.timeline(case.id) if line["step"] == "replace_answered"]
+    last = answers[-1] if answers else {"code": "", "retryable": False}
+    if not last["retryable"]:
+        return ctx.store.move(case, "failed", reason=f"refused: {last['code']}")
+    wait = ctx.config.policy.backoff_seconds * 2 ** (len(answers) - 1)
+    return ctx.store.move(case, "replacing", reason=f"refused: {last['code']}", next_at=ctx.clock() + wait)
 
 
 def _act_once(ctx: Context, case: Case) -> ReplaceResult:

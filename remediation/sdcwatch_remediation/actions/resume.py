@@ -1,7 +1,8 @@
 """Let the job go on: release the latch on the other nodes, then close the case.
 
-What it does: posts `release` with the event's id to the agents of the running members that the event knows or that
-share the suspect's group; releasing twice is harmless. Ends cases that are replaced, suspected or rejected.
+What it does: posts `release` with the id of the decided event, and of each other proven one that blames the instance
+alone, to the agents of the running members that the events know or that share the suspect's group; releasing twice is
+harmless. Ends cases that are replaced, suspected or rejected.
 What it never does: release where the service may only observe or recommend, or tell a quarantined node to go on.
 Its place: `worker` calls this for the states `resuming`, `suspected` and `rejected`.
 """
@@ -13,6 +14,8 @@ from sdcwatch_remediation.cases import Case
 from sdcwatch_remediation.casework import remember_suspicion
 from sdcwatch_remediation.context import BY, Context
 from sdcwatch_remediation.evidence import Event
+from sdcwatch_remediation.proof import judge
+from sdcwatch_remediation.records import Inventory
 
 PATIENCE_SECONDS = 60.0
 """Once one agent released the latch, silent ones are waited for this long."""
@@ -35,8 +38,10 @@ def release(ctx: Context, case: Case) -> Case | None:
     if inventory is None:
         _again(ctx, case, "inventory_read: the inventory cannot be read")
         return None
-    event = next((copy.event for copy in ctx.store.copies(case.id) if copy.event.id == case.event_id), None)
-    known = {rank.instance for rank in event.ranks} if event else set()
+    if case.state == "resuming":
+        _ask_again(ctx, case, inventory)
+    events = _events(ctx, case)
+    known = {rank.instance for event in events for rank in event.ranks}
     keeps_out = case.state == "resuming" or case.quarantined_at is not None
     members = [
         member
@@ -45,22 +50,58 @@ def release(ctx: Context, case: Case) -> Case | None:
         and (member.instance_id in known or member.group == case.group_name)
         and not (keeps_out and member.instance_id == case.instance_id)
     ]
-    answers = ctx.agents.latch(
-        members,
-        latch_id=case.event_id,
-        decision="release",
-        instance_id=case.instance_id,
-        case_id=case.id,
-        by=BY,
-    )
-    return _judge(ctx, case, event, answers, known)
+    answers = {
+        latch_id: ctx.agents.latch(
+            members,
+            latch_id=latch_id,
+            decision="release",
+            instance_id=case.instance_id,
+            case_id=case.id,
+            by=BY,
+        )
+        for latch_id in sorted({case.event_id, *(event.id for event in events)})
+    }
+    return _judge(ctx, case, answers, known, stands=any(event.action == "halt" for event in events))
 
 
-def _judge(ctx: Context, case: Case, event: Event | None, answers: list[LatchAnswer], known: set[str]) -> Case | None:
-    results = {answer.member.instance_id: answer.result for answer in answers}
-    released = [instance for instance, result in results.items() if result in _DONE]
+def _ask_again(ctx: Context, case: Case, inventory: Inventory) -> None:
+    # A check may have blamed the instance once more after the decision; that event's latch stands then.
+    peers = [
+        member
+        for member in inventory.members
+        if member.status == "Running" and member.group == case.group_name and member.instance_id != case.instance_id
+    ]
+    since = min(case.opened_at, case.event_time) - ctx.config.policy.evidence_max_age_seconds
+    answers = ctx.agents.events(peers, case.instance_id, since)
+    ctx.store.keep_copies(case, (copy for answer in answers for copy in answer.copies))
+
+
+def _events(ctx: Context, case: Case) -> list[Event]:
+    """Return the event that was decided on, and every proven halt that blames this instance alone."""
+    copies = ctx.store.copies(case.id)
+    decided = next((copy.event for copy in copies if copy.event.id == case.event_id), None)
+    proven = (item.event for item in judge(copies, instance_id=case.instance_id, cluster=case.cluster).events)
+    also = [
+        event
+        for event in proven
+        if event.action == "halt"
+        and event.id != case.event_id
+        and {rank.instance for rank in event.suspect_ranks()} == {case.instance_id}
+        # While the instance stays, what it did after the decision is a matter for the next case.
+        and (case.state == "resuming" or event.time <= case.event_time)
+    ]
+    return [decided, *also] if decided else also
+
+
+def _judge(
+    ctx: Context, case: Case, by_latch: dict[str, list[LatchAnswer]], known: set[str], *, stands: bool
+) -> Case | None:
+    answers = [answer for group in by_latch.values() for answer in group]
+    results: dict[str, str] = {}
+    for answer in sorted(answers, key=lambda answer: (answer.result == "failed", answer.result in _DONE)):
+        results[answer.member.instance_id] = answer.result  # a failure outweighs a release, a release "no latch"
+    released = sorted({answer.member.instance_id for answer in answers if answer.result in _DONE})
     silent = [instance for instance, result in results.items() if result == "failed" and instance in known]
-    stands = event is not None and event.action == "halt"
     if released and case.released_at is None:
         case = ctx.store.set(case, step="latch_released", detail={"results": results}, released_at=ctx.clock())
     waited = ctx.clock() - case.state_since
