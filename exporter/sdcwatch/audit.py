@@ -21,6 +21,9 @@ from sdcwatch.verdict import Group, History, plan_audit, tie_breaks
 
 AuditRows = list[AuditRow | RowError]
 
+#: What the ranks agree about with the flag "my forward issued a collective"; any number that is the same everywhere.
+_COLLECTIVE = 1
+
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
@@ -88,53 +91,60 @@ class Auditor:
         if not plan.run:
             return Outcome(reason=plan.reason)
         sizes = [0 if isinstance(r, RowError) else (r.batch_bytes or 0) for r in rows]
+        own = self._own(mine, payload or b"", dict(original))
+        _, noticed = self._exchange.agree(int(self.collective), _COLLECTIVE)
+        if noticed:
+            # A forward with collectives must not run on the servers alone: not every rank serves equally many.
+            self.collective = True
+            return Outcome(reason="collective")
         first: AuditRows = []
         for routes in self._layers:
-            first += self._round(0, mine, payload or b"", original, routes, sizes, own=not first)
+            first += self._serve(own if not first else _bare(own), payload or b"", routes, sizes)
         ties = tuple(tie_breaks(history, self._group, rows, first))
         agreed, highest = self._exchange.agree(len(ties), digest_bytes(repr(ties).encode()) >> 1)
         if not agreed or not highest:
             return Outcome(rows=first)
         thirds = {third: owner for owner, third in ties}
-        return Outcome(rows=first, tie=self._round(1, mine, payload or b"", original, thirds, sizes, own=False))
+        return Outcome(rows=first, tie=self._serve(_bare(own, tie=1), payload or b"", thirds, sizes))
 
-    def _round(
-        self,
-        number: int,
-        mine: Row,
-        payload: bytes,
-        original: Mapping[int, int],
-        routes: Mapping[int, int],
-        sizes: Sequence[int],
-        *,
-        own: bool,
-    ) -> AuditRows:
-        received = self._exchange.transit(payload, routes, sizes)
+    def _own(self, mine: Row, payload: bytes, original: dict[int, int]) -> AuditRow:
+        """This rank's own micro-batch again; a replay that fails is a void row, never a broken run."""
         row = AuditRow(
-            rank=mine.rank, instance=mine.instance, epoch=mine.epoch, step=mine.step, error=ErrorCode.NONE, round=number
+            rank=mine.rank,
+            instance=mine.instance,
+            epoch=mine.epoch,
+            step=mine.step,
+            error=ErrorCode.NONE,
+            round=0,
+            batch_sent=digest_bytes(payload),
+            batch_unchanged=1,
         )
         try:
-            row = self._measure(row, payload, dict(original), received, own=own)
-        except Exception as error:  # our border: a replay that fails is a void row, never a broken run
+            again = self._replay(payload, watch=True)
+            return dataclasses.replace(
+                row,
+                weights_now=fingerprint(self._parameters),
+                original=replay.combine_digests(original),
+                self_digest=again.digest,
+                first_difference=replay.first_difference(original, again.digests),
+            )
+        except Exception as error:  # our border
+            self._swallow("replay", error)
+            return dataclasses.replace(row, error=ErrorCode.CHECK)
+
+    def _serve(self, row: AuditRow, payload: bytes, routes: Mapping[int, int], sizes: Sequence[int]) -> AuditRows:
+        """Moves micro-batches along `routes` (server -> owner), replays what arrived, and exchanges the rows."""
+        received = self._exchange.transit(payload, routes, sizes)
+        try:
+            for owner, data in received.items():
+                digest = self._replay(data).digest
+                row = dataclasses.replace(
+                    row, served_rank=owner, batch_received=digest_bytes(data), served_digest=digest
+                )
+        except Exception as error:  # our border
             self._swallow("replay", error)
             row = dataclasses.replace(row, error=ErrorCode.CHECK)
         return self._exchange.rows(row)
-
-    def _measure(
-        self, row: AuditRow, payload: bytes, original: dict[int, int], received: Mapping[int, bytes], *, own: bool
-    ) -> AuditRow:
-        changes: dict[str, int | None] = {"batch_sent": digest_bytes(payload), "batch_unchanged": 1}
-        changes["weights_now"] = fingerprint(self._parameters)
-        if own:
-            again = self._replay(payload, watch=True)
-            changes["original"] = replay.combine_digests(original)
-            changes["self_digest"] = again.digest
-            changes["first_difference"] = replay.first_difference(original, again.digests)
-        for owner, data in received.items():
-            changes["served_rank"] = owner
-            changes["batch_received"] = digest_bytes(data)
-            changes["served_digest"] = self._replay(data).digest
-        return dataclasses.replace(row, **changes)
 
     def _replay(self, payload: bytes, *, watch: bool = False) -> replay.Replayed:
         before = _sequence(self._exchange.group)
@@ -148,6 +158,11 @@ class Auditor:
         if watch and _sequence(self._exchange.group) != before:
             self.collective = True
         return result
+
+
+def _bare(own: AuditRow, *, tie: int = 0) -> AuditRow:
+    """The row of a further layer or round: who sends it and on which weights, without the rank's own replay."""
+    return dataclasses.replace(own, round=tie, original=None, self_digest=None, first_difference=None)
 
 
 def _layers(group: Group) -> list[dict[int, int]]:

@@ -48,9 +48,12 @@ def measure(
 ) -> Sizes:
     """Counts the bytes of parameters, optimizer state, buffers, and parameters that no watched optimizer steps."""
     stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    replicated = {id(p) for p in parameters}
+    others = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in replicated]
+    state, missed = covered_bytes(state_tensors(optimizer, parameters))
     return Sizes(
         parameters=covered_bytes(iter(parameters)),
-        optimizer=covered_bytes(state_tensors(optimizer, parameters)),
+        optimizer=(state, missed + sum(covered_bytes(state_tensors(optimizer, others)))),
         buffers=sum(b.numel() * b.element_size() for b in module.buffers() if b.layout is torch.strided),
         unwatched=sum(p.numel() * p.element_size() for p in parameters if id(p) not in stepped),
     )

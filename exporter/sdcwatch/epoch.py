@@ -26,6 +26,7 @@ from sdcwatch.checks.gradients import LocalGradients, reduced
 from sdcwatch.checks.replay import LossFunction, Recorder
 from sdcwatch.checks.weights import OptimizerWatch, hyperparameters_digest, versions
 from sdcwatch.contain import Halt, containing
+from sdcwatch.environment import describe, digest
 from sdcwatch.errors import CorruptionDetected
 from sdcwatch.exchange import Exchange, last_rows
 from sdcwatch.fingerprint import combine as digests_combined
@@ -37,11 +38,15 @@ from sdcwatch.settings import Settings
 from sdcwatch.start import Membership
 from sdcwatch.verdict import History, Judgement, checked_through, combine, judge, verified_through
 
+#: Audits skipped in a row after which replay is exported as off, whatever the reason: an alert then says so.
+BLIND_AFTER = 3
+
 
 @dataclass(frozen=True, slots=True)
 class Watched:
-    """What the epoch watches. `parameters` are the replicated ones, in module order."""
+    """What the epoch watches. `model` is what the loop calls; `parameters` are the replicated ones, in module order."""
 
+    model: torch.nn.Module
     ddp: DistributedDataParallel
     optimizer: torch.optim.Optimizer
     loss_fn: LossFunction | None
@@ -80,18 +85,20 @@ class Epoch:
         self.step = 0
         self.count = 0
         self.history = History.initial()
-        self.recorder = Recorder(watched.device)
+        self.recorder = Recorder(watched.device, watched.ddp.module, watched.parameters)
         self.replay_off = "" if membership.replays else "disabled"
         self._settings = settings
         self._settled = settled
         self._last_settled: tuple[int | None, int | None] = (None, None)
-        self._task = -1
+        self._armed_at: int | None = None
         self._backwards_in_step = 0
         self._join_seen = False
         self._disagreed = False
         self._hook_said = False
+        self._audits_skipped = 0
+        self._environment = membership.group.environments[exchange.rank]
         self.prepared = Prepared()
-        self._forward_handle = self.prepared.watch(watched.ddp)
+        self._forward_handle = self.prepared.watch(watched.model, watched.ddp, self._backward_begins)
         self._unfinished = 0
         self.auditor = Auditor(
             exchange,
@@ -139,8 +146,6 @@ class Epoch:
         self.step = step
         self._backwards_in_step = 0
         self.recorder.begin()
-        if self.audit_due:
-            self.recorder.had_gradients = any(p.grad is not None for p in self.watched.parameters)
 
     def end_step(self, seconds: float) -> None:
         """The step is over: counts and writes; nothing collective."""
@@ -153,6 +158,10 @@ class Epoch:
     def _joining(self) -> bool:
         return bool(getattr(getattr(self.watched.ddp, "_join_config", None), "enable", False))
 
+    def _backward_begins(self) -> None:
+        if self._reducing():
+            self._arm()
+
     def _reducing(self) -> bool:
         if not self.watched.ddp.require_backward_grad_sync or not self.prepared.standing:
             return False
@@ -162,18 +171,16 @@ class Epoch:
         return True
 
     def _arm(self) -> None:
-        """From the first hook of a reducing backward: run `_end_of_backward` after DDP's own final callback."""
-        task = torch._C._current_graph_task_id()
-        if task == self._task:
+        """As a reducing backward begins: run `_end_of_backward` after DDP's own final callback, once a forward."""
+        if self._armed_at == self.prepared.forwards:
             return
-        self._task = task
+        self._armed_at = self.prepared.forwards
         engine: Any = torch.autograd.Variable._execution_engine
         engine.queue_callback(lambda: engine.queue_callback(self._end_of_backward))
-        self.conservation.begin(self.count, due=self.conservation_due)
+        self.conservation.begin(self.count, due=self.conservation_due, followed=self.local.followed())
 
     def _end_of_backward(self) -> None:
         checked, audited = self.check_due, self.audit_due
-        self._task = -1
         self.prepared.used()
         self.count += 1
         self._backwards_in_step += 1
@@ -185,7 +192,7 @@ class Epoch:
 
     def _exchange(self, audited: bool) -> None:
         begin = time.perf_counter()
-        payload = self.recorder.pack() if audited else None
+        payload = self._audit_payload() if audited else None
         row = self._row(lambda: self._measured() | self._replayable(payload, audited))
         rows = self.exchange.rows(row)
         outcome = Outcome(reason=None if self.replay_off == "" else self.replay_off)
@@ -195,10 +202,22 @@ class Epoch:
             outcome = self.auditor.run(self.history, rows, row, payload, self.local.digests())
             audit_seconds = time.perf_counter() - audit_begin
             self.reporter.spent("replay", audit_seconds)
+            self._audits_skipped = self._audits_skipped + 1 if outcome.reason else 0
+            blind = self._audits_skipped >= BLIND_AFTER
+            self.reporter.metrics.set("sdc_detector_enabled", float(not blind), check="replay")
         judgement = self._judge(rows, outcome if audited else None)
         self._settle(judgement, row, rows, self.exchange)
         counted = audit_seconds + self.conservation.row_seconds
         self.reporter.spent("gradient_checksum", time.perf_counter() - begin - counted)
+
+    def _audit_payload(self) -> bytes | None:
+        """This step's packed micro-batches; and the environment as it is now, since flags may change in mid-run."""
+        try:
+            self._environment = digest(describe(self.watched.device))
+            return self.recorder.pack()
+        except Exception as error:  # our border: what cannot be packed cannot be replayed, and training goes on
+            self.reporter.swallow("replay", error)
+            return None
 
     def _judge(self, rows: Sequence[Row | RowError], outcome: Outcome | None) -> Judgement:
         steps = sorted(r.step for r in rows if isinstance(r, Row) and r.step is not None)
@@ -269,7 +288,7 @@ class Epoch:
             "epoch": self.membership.group.epoch,
             "step": self.step,
             "time": time.time(),
-            "environment": self.membership.group.environments[self.exchange.rank],
+            "environment": self._environment,
         }
         try:
             return Row(**fixed, error=ErrorCode.NONE, **measure())
@@ -333,10 +352,13 @@ class Epoch:
         return fields
 
     def _hyperparameters(self) -> int:
-        """As the newest step began and as they are now: a change that was undone in between is a sign all the same."""
+        """As the newest step began and as they are now: a change that was undone in between is a sign all the same.
+
+        Random numbers that the step drew count with them: ranks whose generators differ then step otherwise by code.
+        """
         measure = self.optimizer_watch.newest
-        begun = measure.begin.hyperparameters if measure is not None else 0
-        return digests_combined([begun, hyperparameters_digest(self.watched.optimizer)])
+        begun = (measure.begin.hyperparameters, measure.drew) if measure is not None else (0, 0)
+        return digests_combined([*begun, hyperparameters_digest(self.watched.optimizer)])
 
     def _replayable(self, payload: bytes | None, audited: bool) -> dict[str, Any]:
         if not audited:

@@ -132,7 +132,7 @@ class Monitor:
             return
         spool = self._open_spool(exchange, membership)
         watched = Watched(
-            ddp, optimizer, loss_fn, [p for _, p in parameters], device, start.schema_digest(parameters), scaler
+            model, ddp, optimizer, loss_fn, [p for _, p in parameters], device, start.schema_digest(parameters), scaler
         )
         self._watch(watched, exchange, membership, spool)
 

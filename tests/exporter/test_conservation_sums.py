@@ -308,10 +308,10 @@ def test_off_its_cadence_it_is_no_skip_and_a_find_reaches_back_to_its_last_clean
 
 
 @pytest.mark.parametrize("edits", [(1,), (0, 1)], ids=["one rank", "all ranks"])
-def test_user_code_that_edits_a_gradient_before_the_reduce_is_software(
+def test_user_code_that_may_edit_a_gradient_before_the_reduce_makes_it_undefined(
     ranks: Any, tmp_path: Path, edits: tuple[int, ...]
 ) -> None:
-    """A hook that clips from step 4 on: said, not halted, no node."""
+    """A hook that runs after ours: what DDP reduces need not be what we saw, so nothing is said of it, visibly."""
     result = ranks(trained, 2, str(tmp_path), {"edit": 4, "edits": edits})[0]
     assert result["stopped"] is None
-    assert result["verdicts"] == [("allreduce_conservation", "software", 4, ())]
+    assert (result["verdicts"], result["ran"], result["skips"]) == ([], 0, {"undefined": 7})

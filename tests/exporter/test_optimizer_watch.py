@@ -232,8 +232,8 @@ def test_a_measure_that_fails_leaves_no_half_measure() -> None:
     assert fingerprint(parameters) != before
 
 
-def test_state_of_parameters_outside_the_model_is_covered() -> None:
-    """The optimizer may step parameters that DDP does not reduce."""
+def test_state_of_parameters_that_ddp_does_not_reduce_is_not_compared() -> None:
+    """Experts and a rank's own parameters differ by design; a difference there says nothing about a replica."""
     optimizer, parameters = make("sgd_momentum")
     run(optimizer, parameters)
-    assert sum(t is not None for t in state_tensors(optimizer, parameters[:1])) == 2
+    assert sum(t is not None for t in state_tensors(optimizer, parameters[:1])) == 1

@@ -67,9 +67,8 @@ class Run:
         if zeroed:
             for parameter in self.parameters:
                 parameter.grad = torch.zeros_like(parameter)
-        self.recorder = Recorder(CPU)
+        self.recorder = Recorder(CPU, self.module, self.parameters)
         self.recorder.begin()
-        self.recorder.had_gradients = zeroed
         self.local = LocalGradients(self.parameters, reducing=lambda: True, first=lambda: None)
         self.local.begin(audited=True)
         for number in range(micro):

@@ -59,19 +59,20 @@ class Conservation:
         self._buffers: dict[torch.device, torch.Tensor] = {}
         self._factors: dict[int, torch.Tensor] = {}
 
-    def begin(self, count: int, *, due: bool) -> None:
+    def begin(self, count: int, *, due: bool, followed: bool = False) -> None:
         """From the first hook of a reducing backward.
 
         Args:
             count: how many reducing backwards ran before, equal on all ranks.
             due: whether this one is checked.
+            followed: a hook of the user's runs after ours, so what DDP reduces need not be what we saw: undefined.
         """
         self.hook_seconds = self.row_seconds = 0.0
         self._shift = count * _STRIDE % _SHIFTS
         self._local.clear()
         self._marks.clear()
         self._odd = False
-        self._reason = undefined(self._ddp) if due else None
+        self._reason = (undefined(self._ddp) or ("undefined" if followed else None)) if due else None
         self._due = due and self._reason is None
         # DDP reduces what an unused parameter's `grad` held before, and no hook of ours saw that.
         self._stale = frozenset()

@@ -36,6 +36,7 @@ class LocalGradients:
         first: Callable[[], None],
         further: Callable[[int, torch.Tensor], None] | None = None,
     ) -> None:
+        self._parameters = parameters
         self._reducing = reducing
         self._first = first
         self._further = further
@@ -96,6 +97,14 @@ class LocalGradients:
     def digests(self) -> dict[int, int]:
         """Fingerprint of each parameter's local gradient, by parameter index (audit steps only)."""
         return dict(self._digests)
+
+    def followed(self) -> bool:
+        """Whether a hook that came later sees (and may change) a gradient between our look and DDP's."""
+        for parameter, handle in zip(self._parameters, self._handles, strict=True):
+            hooks = parameter._post_accumulate_grad_hooks or {}
+            if next(reversed(hooks), handle.id) != handle.id:
+                return True
+        return False
 
     def close(self) -> None:
         """Removes all hooks."""

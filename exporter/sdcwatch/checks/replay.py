@@ -46,12 +46,26 @@ class Replayed:
 class Recorder:
     """Keeps the micro-batches of an audited step as packed bytes, as they were at loss time.
 
+    Args:
+        device: where the model lives.
+        module: the plain module under DDP: its train flags decide the gradient, too.
+        parameters: whose `.grad` says, as backward begins, whether gradients are added to something.
+
     Attributes:
         failure: reason (`batch`, ...) why this step cannot be replayed, None when it can.
+        had_gradients: some parameter had a gradient as the first backward of the step began.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        module: torch.nn.Module | None = None,
+        parameters: Sequence[torch.nn.Parameter] = (),
+    ) -> None:
         self._device = device
+        self._module = module
+        self._parameters = parameters
+        self._training: list[bool] = []
         self._packed: list[tuple[bytes, MicroBatch]] = []
         self._shapes: list[str] = []
         self.failure: str | None = None
@@ -80,7 +94,16 @@ class Recorder:
             return loss
         taken.batch = None
         self._packed.append((data, taken))
-        loss.register_hook(lambda seed: _take_seed(taken, seed))
+        self._shapes.append(rank_local_values(loss_fn))
+        self._training = [] if self._module is None else [m.training for m in self._module.modules()]
+        first = len(self._packed) == 1
+
+        def begin(seed: torch.Tensor) -> None:
+            if first:  # not earlier: the loop may zero its gradients between loss and backward
+                self.had_gradients = any(p.grad is not None for p in self._parameters)
+            taken.seed = seed.detach().clone()
+
+        loss.register_hook(begin)
         return loss
 
     def pack(self) -> bytes | None:
@@ -90,17 +113,20 @@ class Recorder:
         return _dump(
             {
                 "had_gradients": self.had_gradients,
+                "training": self._training,
                 "batches": [(data, taken.rng, taken.autocast, taken.seed) for data, taken in self._packed],
             }
         )
 
     def signature(self) -> int:
         """uint64 of the structure, shapes, dtypes, autocast and number of the micro-batches."""
-        return digest_bytes("|".join([*self._shapes, str(self.had_gradients)]).encode())
+        parts = [*self._shapes, str(self.had_gradients), f"frozen buffers {self._frozen_buffers()}"]
+        return digest_bytes("|".join(parts).encode())
 
-
-def _take_seed(taken: MicroBatch, seed: torch.Tensor) -> None:
-    taken.seed = seed.detach().clone()
+    def _frozen_buffers(self) -> int:
+        """Buffers that modules in eval mode compute with: where they change on a rank, its edge calibrates anew."""
+        frozen = [] if self._module is None else [m for m in self._module.modules() if not m.training]
+        return fingerprint(b for m in frozen for b in m.buffers(recurse=False))
 
 
 def run(
@@ -124,6 +150,8 @@ def run(
     content = _load(payload, device)
     total: list[torch.Tensor | None] = [None] * len(parameters)
     with _traceless(module, device):
+        for submodule, training in zip(module.modules(), content["training"], strict=False):
+            submodule.training = training
         for data, rng, autocast, seed in content["batches"]:
             set_rng_state(rng, device)
             batch = _load(data, device)
@@ -158,6 +186,36 @@ def signature(value: Any) -> str:
     if isinstance(value, (list, tuple)):
         return type(value).__name__ + "(" + ",".join(map(signature, value)) + ")"
     return type(value).__qualname__
+
+
+def rank_local_values(loss_fn: LossFunction) -> str:
+    """Plain values that a loss function closes over, as text: where one rank changes one, replay calibrates anew.
+
+    Whole numbers are left out: most are counters, and a count that moves each step would keep replay from ever judging.
+    """
+    cells = [cell.cell_contents for cell in getattr(loss_fn, "__closure__", None) or () if _is_set(cell)]
+    owner = getattr(loss_fn, "__self__", None)
+    held = vars(owner) if owner is not None and hasattr(owner, "__dict__") else {}
+    defaults = getattr(loss_fn, "__defaults__", None) or ()
+    return repr([_plain_values(value) for value in (*cells, *defaults, held)])
+
+
+def _is_set(cell: Any) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018
+    except ValueError:
+        return False
+    return True
+
+
+def _plain_values(value: Any, depth: int = 0) -> Any:
+    if isinstance(value, (bool, float, str)):
+        return value.hex() if isinstance(value, float) else value[:200] if isinstance(value, str) else value
+    if depth < 2 and isinstance(value, dict) and len(value) <= 64:
+        return {str(k)[:50]: _plain_values(v, depth + 1) for k, v in value.items()}
+    if depth < 2 and isinstance(value, (list, tuple)) and len(value) <= 64:
+        return [_plain_values(item, depth + 1) for item in value]
+    return None
 
 
 def rng_state(device: torch.device) -> dict[str, Any]:

@@ -28,6 +28,7 @@ class StepBegin:
     state: int
     versions: int
     hyperparameters: int
+    rng: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +40,7 @@ class StepMeasure:
     weights_end: int
     state_end: int
     versions_end: int
+    drew: int  # digest of the random state that the step drew from, 0 where it drew nothing
 
 
 class OptimizerWatch:
@@ -90,6 +92,7 @@ class OptimizerWatch:
             state=state_fingerprint(self.optimizer, self.parameters),
             versions=versions(self.parameters),
             hyperparameters=hyperparameters_digest(self.optimizer),
+            rng=_rng_digest(),
         )
 
     def _after(self, *_: Any) -> None:
@@ -108,6 +111,7 @@ class OptimizerWatch:
             weights_end=fingerprint(self.parameters),
             state_end=state_fingerprint(self.optimizer, self.parameters),
             versions_end=versions(self.parameters),
+            drew=begin.rng if _rng_digest() != begin.rng else 0,
         )
 
     def close(self) -> None:
@@ -115,6 +119,11 @@ class OptimizerWatch:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+
+
+def _rng_digest() -> int:
+    """uint64 of torch's CPU random state: an optimizer that draws from it steps otherwise on every rank's own state."""
+    return fingerprint([torch.get_rng_state()])
 
 
 def versions(parameters: Sequence[torch.nn.Parameter]) -> int:
@@ -125,8 +134,11 @@ def versions(parameters: Sequence[torch.nn.Parameter]) -> int:
 def state_tensors(
     optimizer: torch.optim.Optimizer, parameters: Sequence[torch.nn.Parameter]
 ) -> Iterator[torch.Tensor | None]:
-    """Every tensor of the optimizer's state in an order that is the same on all ranks."""
-    for parameter in _ordered(optimizer, parameters):
+    """Every tensor of the replicated parameters' state, in an order that is the same on all ranks.
+
+    State of other parameters in the same optimizer (experts, a rank's own temperature) differs by design.
+    """
+    for parameter in parameters:
         entry = optimizer.state.get(parameter)
         if not entry:
             yield None
@@ -138,7 +150,7 @@ def state_tensors(
 def state_fingerprint(optimizer: torch.optim.Optimizer, parameters: Sequence[torch.nn.Parameter]) -> int:
     """One uint64 over the optimizer's state: tensors by their bytes, numbers by their exact text."""
     numbers: list[str] = []
-    for parameter in _ordered(optimizer, parameters):
+    for parameter in parameters:
         entry = optimizer.state.get(parameter) or {}
         numbers.extend(
             f"{key}={_exact(entry[key])}" for key in sorted(entry, key=str) if not isinstance(entry[key], torch.Tensor)
@@ -168,13 +180,6 @@ def hyperparameters_digest(optimizer: torch.optim.Optimizer) -> int:
         for group in optimizer.param_groups
     ]
     return digest_bytes(json.dumps(groups, sort_keys=True).encode())
-
-
-def _ordered(optimizer: torch.optim.Optimizer, parameters: Sequence[torch.nn.Parameter]) -> Iterator[torch.Tensor]:
-    known = {id(p) for p in parameters}
-    yield from parameters
-    for group in optimizer.param_groups:
-        yield from (p for p in group["params"] if id(p) not in known)
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:

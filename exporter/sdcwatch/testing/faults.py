@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from sdcwatch.errors import ConfigurationError
+from sdcwatch.prepared import Prepared
 from sdcwatch.start import replicated_parameters, unwrap
 from sdcwatch.testing.patterns import PATTERNS, apply
 
@@ -137,7 +138,6 @@ class _Injection:
         self.step = first_step
         named = replicated_parameters(ddp)
         self.name, self.parameter = named[fault.parameter % len(named)]
-        self._task = -1
         # not the process id: a restarted container often gets the same one
         self._token = secrets.token_hex(8)
 
@@ -201,20 +201,20 @@ class _Injection:
 
     def _install_reduced_gradient(self) -> None:
         engine: Any = torch.autograd.Variable._execution_engine
+        armed: list[bool] = []
 
         def strike() -> None:
-            self._task = -1
+            armed.clear()
             if self.parameter.grad is not None and self._fires():
                 self._hit(self.parameter.grad)
 
-        def hook(parameter: torch.Tensor) -> None:
-            task = torch._C._current_graph_task_id()
-            if self.ddp.require_backward_grad_sync and task != self._task:
-                self._task = task
+        def began() -> None:
+            if not armed:
+                armed.append(True)
                 engine.queue_callback(lambda: engine.queue_callback(strike))
 
-        for _, parameter in replicated_parameters(self.ddp):
-            parameter.register_post_accumulate_grad_hook(hook)
+        # The monitor looks in a callback that is queued at the same moment; installed before it, this one runs first.
+        Prepared().watch(self.ddp, self.ddp, began)
 
     def _install_optimizer_weight(self) -> None:
         self.optimizer.register_step_post_hook(lambda *_: self._hit(self.parameter) if self._fires() else None)

@@ -117,7 +117,7 @@ class World:
         answer = fetch(f"{self.service_url}/v1/cases", token="cases-token-of-this-test")
         return list(answer["cases"]) if isinstance(answer, dict) else []
 
-    def case(self, outcome: str, seconds: float = 45.0) -> dict[str, Any]:
+    def case(self, outcome: str, seconds: float = 120.0) -> dict[str, Any]:
         """Waits for the one case of this world to end so."""
         wait(
             f"a case ends as {outcome}; cases: {self.cases()}; the service says:\n{self.service.tail()}",
