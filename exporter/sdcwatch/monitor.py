@@ -9,6 +9,7 @@ epoch.
 from __future__ import annotations
 
 import contextlib
+import operator
 import os
 import time
 from collections.abc import Callable
@@ -227,7 +228,7 @@ class Monitor:
             seconds = coverage.predicted_seconds(
                 watched.parameters, sizes, conservation_every=settings.cadence(settings.conservation_every)
             )
-            print(coverage.table(self._coverage, sizes, seconds), flush=True)
+            _say(coverage.table(self._coverage, sizes, seconds))
         if settings.agent == "auto" and membership.identities[exchange.rank].local_rank == 0:
             trouble = ensure_agent(settings)
             if trouble:
@@ -236,8 +237,8 @@ class Monitor:
         _live.append(self)
 
     def _off(self, why: str) -> None:
-        log.warning("sdcwatch is off: %s", why)
-        print(f"sdcwatch is off: {why}", flush=True) if int(os.environ.get("RANK", "0")) == 0 else None
+        if int(os.environ.get("RANK", "0")) == 0:
+            _say(f"sdcwatch is off: {why}")
 
     @property
     def enabled(self) -> bool:
@@ -260,10 +261,14 @@ class Monitor:
             step: the number of this step; it must rise.
 
         Raises:
-            ConfigurationError: the number falls back (a new `Monitor` begins a new epoch), or the monitor is closed.
+            ConfigurationError: no whole number from 0 on, one that falls back (a new `Monitor` begins a new epoch), or
+                the monitor is closed. Where the monitor is off, any number will do.
         """
         if self._closed:
             raise ConfigurationError("this Monitor is closed; create a new one to go on training")
+        if self._epoch is None:
+            return Step(self, step)
+        step = _step_number(step)
         if self._step is not None and step <= self._step:
             raise ConfigurationError(
                 f"step {step} after step {self._step}: step numbers must rise; after a rollback create a new Monitor"
@@ -370,6 +375,22 @@ class Monitor:
             spool, epoch.reporter.spool = epoch.reporter.spool, None
             if spool is not None:
                 spool.close()
+
+
+def _step_number(step: Any) -> int:
+    try:
+        number = operator.index(step)
+    except TypeError:
+        number = -1
+    if isinstance(step, bool) or not 0 <= number < 1 << 63:
+        raise ConfigurationError(f"step {step!r} is no step number: monitor.step takes whole numbers from 0 on")
+    return number
+
+
+def _say(text: str) -> None:
+    """Prints to the training log; a log that cannot be written is no reason not to train."""
+    with contextlib.suppress(OSError, ValueError):
+        print(text, flush=True)
 
 
 def _refuse_second(ddp: torch.nn.Module) -> None:

@@ -451,3 +451,31 @@ def test_coverage_counts_optimizer_state_once_it_exists_and_close_counts_no_skip
         assert covered[1] >= 3 * size
         assert exported == covered[1]
         assert not skips
+
+
+def test_a_step_that_is_no_number_is_refused_in_one_sentence(ranks: Any, tmp_path: Path) -> None:
+    """Text, fractions, negatives and numbers beyond 63 bits; the run goes on."""
+
+    def body(rank: int, ddp: Any, optimizer: Any, make: Any, batches: Any) -> Any:
+        monitor = make()
+        for odd in ("x", None, 1.5, True, -1, 2**70):
+            with pytest.raises(ValueError, match="is no step number"):
+                monitor.step(odd)
+        steps(monitor, optimizer, batches, range(2))
+        monitor.close()
+        return True
+
+    assert ranks(loop, 2, str(tmp_path), {}, body) == [True, True]
+
+
+def test_where_the_monitor_is_off_any_step_number_will_do(capsys: pytest.CaptureFixture[str]) -> None:
+    """One process, and `SDCWATCH_DISABLE=1`, change nothing about a loop; it is said in one line."""
+    import torch
+    from sdcwatch import Monitor
+
+    model = torch.nn.Linear(16, 8)
+    monitor = Monitor(model, torch.optim.SGD(model.parameters(), 0.1), loss_fn=loss_fn)
+    for number in (5, 4, 4):
+        with monitor.step(number):
+            pass
+    assert capsys.readouterr().out.count("sdcwatch is off") == 1
