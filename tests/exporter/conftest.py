@@ -68,8 +68,8 @@ def ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ranks:
         size: int,
         *arguments: Any,
         raw: bool = False,
-        timeout: float = 20,
-        limit: float = 60,
+        timeout: float = 40,
+        limit: float = 110,
     ) -> list[Any]:
         context = multiprocessing.get_context("fork")
         out: Any = context.Queue()

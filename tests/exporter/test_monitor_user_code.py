@@ -64,14 +64,13 @@ def forgotten_eval(rank: int, size: int, root: str) -> Any:
     return plain_loop(rank, root, net, lambda step, net: net.eval() if step == 5 and rank == 0 else None)  # type: ignore[func-returns-value]
 
 
-def threads(rank: int, size: int, root: str) -> Any:
+def precision(rank: int, size: int, root: str) -> Any:
     """A library on rank 0 changes a flag that decides bits."""
     torch.manual_seed(0)
 
     def before(step: int, net: nn.Module) -> None:
         if step == 5 and rank == 0:
             torch.set_float32_matmul_precision("medium")
-            torch.set_num_threads(2)
 
     return plain_loop(rank, root, nn.Sequential(nn.Linear(16, 512), nn.Tanh(), nn.Linear(512, 4)), before)
 
@@ -107,7 +106,7 @@ def weighted_by_rank(rank: int, size: int, root: str) -> Any:
     return plain_loop(rank, root, nn.Linear(16, 4), before, loss_fn=loss)
 
 
-@pytest.mark.parametrize("case", [forgotten_eval, threads, frozen_statistics, weighted_by_rank])
+@pytest.mark.parametrize("case", [forgotten_eval, precision, frozen_statistics, weighted_by_rank])
 def test_what_differs_on_one_rank_after_calibration_accuses_nobody(ranks: Any, tmp_path: Path, case: Any) -> None:
     """Train flags travel with the batch; flags of the process void an audit; other values calibrate anew."""
     for result in ranks(case, 3, str(tmp_path)):
