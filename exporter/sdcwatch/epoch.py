@@ -195,20 +195,22 @@ class Epoch:
         payload = self._audit_payload() if audited else None
         row = self._row(lambda: self._measured() | self._replayable(payload, audited))
         rows = self.exchange.rows(row)
-        outcome = Outcome(reason=None if self.replay_off == "" else self.replay_off)
-        audit_seconds = 0.0
-        if audited:
-            audit_begin = time.perf_counter()
-            outcome = self.auditor.run(self.history, rows, row, payload, self.local.digests())
-            audit_seconds = time.perf_counter() - audit_begin
-            self.reporter.spent("replay", audit_seconds)
-            self._audits_skipped = self._audits_skipped + 1 if outcome.reason else 0
-            blind = self._audits_skipped >= BLIND_AFTER
-            self.reporter.metrics.set("sdc_detector_enabled", float(not blind), check="replay")
-        judgement = self._judge(rows, outcome if audited else None)
+        outcome, audit_seconds = self._audit(rows, row, payload) if audited else (None, 0.0)
+        judgement = self._judge(rows, outcome)
         self._settle(judgement, row, rows, self.exchange)
         counted = audit_seconds + self.conservation.row_seconds
         self.reporter.spent("gradient_checksum", time.perf_counter() - begin - counted)
+
+    def _audit(self, rows: Sequence[Row | RowError], row: Row, payload: bytes | None) -> tuple[Outcome, float]:
+        """Runs one audit; its outcome and its seconds. Collective."""
+        begin = time.perf_counter()
+        outcome = self.auditor.run(self.history, rows, row, payload, self.local.digests())
+        seconds = time.perf_counter() - begin
+        self.reporter.spent("replay", seconds)
+        self._audits_skipped = self._audits_skipped + 1 if outcome.reason else 0
+        blind = self._audits_skipped >= BLIND_AFTER
+        self.reporter.metrics.set("sdc_detector_enabled", float(not blind), check="replay")
+        return outcome, seconds
 
     def _audit_payload(self) -> bytes | None:
         """This step's packed micro-batches; and the environment as it is now, since flags may change in mid-run."""
