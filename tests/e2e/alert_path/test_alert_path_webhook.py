@@ -131,8 +131,9 @@ def test_slow_evaluations_see_an_agent_that_was_there_for_one_scrape(world: Any)
     folder = world.folder / "rules"
     folder.mkdir()
     page = yaml.safe_load((world.rules / "mismatch.rules.yaml").read_text())
+    ports = [free_port() for _ in ratios]
     made = []
-    for ratio in ratios:
+    for ratio, port in zip(ratios, ports, strict=True):
         tree = copy.deepcopy(page)
         for rule in (rule for group in tree["groups"] for rule in group["rules"]):
             rule["labels"]["ratio"] = str(ratio)
@@ -140,13 +141,19 @@ def test_slow_evaluations_see_an_agent_that_was_there_for_one_scrape(world: Any)
         path.write_text(yaml.safe_dump(tree))
         made.append(
             world.new_prometheus(
-                f"ratio{ratio}", free_port(), [world.alertmanager_port], evaluation=f"{ratio}s", rules=str(path)
+                f"ratio{ratio}", port, [world.alertmanager_port], evaluation=f"{ratio}s", rules=str(path)
             )
         )
-    world.start(*(n.agent for n in world.nodes), world.alertmanager, *made)
+    # Grouped by instance the four would be one page, and what joins a group after its first page waits a minute.
+    tree = copy.deepcopy(world.tree)
+    route = next(r for r in tree["route"]["routes"] if r["receiver"] == "page")
+    route["group_by"] = [*route["group_by"], "ratio"]
+    manager = world.new_alertmanager("by-ratio", tree, world.alertmanager_port)
+    world.start(*(n.agent for n in world.nodes), manager, *made)
     job = world.event(after=6.0)
-    # Each Prometheus scrapes each agent once a second: after 1.3 s each has seen the event once or twice.
-    wait("each has scraped once", lambda: time.time() > job.event.time + 1.3, PATIENCE, 0.01)
+    seen = f"/api/v1/query?query=max(sdc_last_mismatch_timestamp_seconds)%3E={job.event.time - 1:.0f}"
+    for port in ports:
+        wait("each has scraped the event", lambda port=port: "'value'" in str(fetch(f"http://127.0.0.1:{port}{seen}")))
     for one in world.nodes:
         one.agent.kill()
     for ratio in ratios:
