@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from sdcwatch import Monitor  # sdcwatch
-from sdcwatch.checkpoint import resume_point  # sdcwatch
+from sdcwatch.checkpoints.manifest import resume_point  # sdcwatch
 from sdcwatch.testing import FaultPlan  # the demo only: puts a fault into data where the environment asks for one
 from stage.gpt import VOCABULARY, ByteGPT, Shape, batch_of, standard_library_text, weights_sha256
 from stage.steplog import StepLog

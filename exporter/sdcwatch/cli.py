@@ -17,12 +17,12 @@ from sdcwatch.errors import SdcwatchError
 #: name -> (module, one line of help)
 COMMANDS = {
     "agent": ("sdcwatch.agent.command", "serve this node's metrics and events"),
-    "checkpoints": ("sdcwatch.checkpoint_command", "list, verify and choose checkpoints by their manifests"),
+    "checkpoints": ("sdcwatch.checkpoints.command", "list, verify and choose checkpoints by their manifests"),
     "discover": ("sdcwatch.discover", "print this cluster's agents as Prometheus targets"),
     "doctor": ("sdcwatch.doctor.command", "say what of this node's path to a replaced node is wired, or try it"),
-    "latch": ("sdcwatch.latch_command", "show or release the latch of a halted job"),
-    "preflight": ("sdcwatch.preflight", "known-answer test of this machine's devices"),
-    "run": ("sdcwatch.run", "stay the parent of a launcher; wait out a halt and start it afresh"),
+    "latch": ("sdcwatch.latch.command", "show or release the latch of a halted job"),
+    "preflight": ("sdcwatch.preflight.command", "known-answer test of this machine's devices"),
+    "run": ("sdcwatch.launch.run", "stay the parent of a launcher; wait out a halt and start it afresh"),
 }
 
 

@@ -21,24 +21,25 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from sdcwatch import coverage, environment, start
+from sdcwatch import environment
 from sdcwatch.agent.start import ensure_agent
-from sdcwatch.checkpoint_trust import CheckpointTrust
+from sdcwatch.checkpoints.trust import CheckpointTrust
 from sdcwatch.checks.conservation import undefined
 from sdcwatch.checks.replay import LossFunction
-from sdcwatch.contain import Halt
-from sdcwatch.coverage import Sizes
-from sdcwatch.epoch import Epoch, Watched
 from sdcwatch.errors import CheckpointError, ConfigurationError, SdcwatchError
-from sdcwatch.exchange import Exchange
 from sdcwatch.identity import job_name, take
-from sdcwatch.latch import refuse_start
-from sdcwatch.report import Reporter, log
+from sdcwatch.latch.files import refuse_start
 from sdcwatch.settings import Settings, disabled
-from sdcwatch.spool import Spool
-from sdcwatch.spool_folders import job_root, user_root
+from sdcwatch.spool.folders import job_root, user_root
+from sdcwatch.spool.rank import Spool
 from sdcwatch.verdict import Verdict
 from sdcwatch.verdict.records import ALLREDUCE_CONSERVATION
+from sdcwatch.watch import coverage, start
+from sdcwatch.watch.contain import Halt
+from sdcwatch.watch.coverage import Sizes
+from sdcwatch.watch.epoch import Epoch, Watched
+from sdcwatch.watch.exchange import Exchange
+from sdcwatch.watch.report import Reporter, log
 
 PHASES = ("training", "evaluating", "checkpointing")
 

@@ -13,8 +13,8 @@ from sdcwatch.doctor import drill as drills
 from sdcwatch.doctor.node_checks import NodeView
 from sdcwatch.doctor.path_checks import NEEDED, SCRAPE_JOB, drill_labels
 from sdcwatch.settings import Settings
-from sdcwatch.spool_folders import prepare_user_root
-from sdcwatch.spool_reader import read_events
+from sdcwatch.spool.folders import prepare_user_root
+from sdcwatch.spool.reader import read_events
 from sdcwatch_remediation import catalog as service
 from sdcwatch_remediation import signals
 from sdcwatch_remediation.alertmanager import Alert

@@ -27,7 +27,7 @@ WHEELHOUSE = ROOT / ".cache" / "wheelhouse"
 WITHOUT_TORCH = (
     "agent",
     "catalog",
-    "checkpoint",
+    "checkpoints",
     "cli",
     "durable",
     "errors",
@@ -38,10 +38,11 @@ WITHOUT_TORCH = (
     "metrics",
     "observation",
     "preflight",
-    "run",
+    "launch",
     "settings",
     "spool",
-    "spool_reader",
+    "spool.rank",
+    "spool.reader",
     "verdict",
     *(module.removeprefix("sdcwatch.") for module, _ in COMMANDS.values()),
 )

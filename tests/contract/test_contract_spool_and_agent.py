@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 from sdcwatch.event import Event, RankIdentity, Reporter, event_id, journal_line
 from sdcwatch.metrics import RankMetrics
-from sdcwatch.spool import Spool
+from sdcwatch.spool.rank import Spool
 
 EPOCH = "e1764600000000-00c0ffee"
 IDENTITY = {

@@ -26,7 +26,7 @@ import yaml
 from prometheus_client import generate_latest
 from sdcwatch.exposition import Sample, parse
 from sdcwatch.metrics import RankMetrics
-from sdcwatch.spool import Spool
+from sdcwatch.spool.rank import Spool
 from sdcwatch_remediation import catalog
 from sdcwatch_remediation.telemetry import Telemetry
 

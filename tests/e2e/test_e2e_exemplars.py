@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 from sdcwatch.metrics import RankMetrics
-from sdcwatch.spool import Spool
+from sdcwatch.spool.rank import Spool
 
 pytestmark = [pytest.mark.integration, pytest.mark.needs("prometheus")]
 

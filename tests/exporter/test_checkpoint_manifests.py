@@ -6,10 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
-from sdcwatch import checkpoint
-from sdcwatch import latch as latches
+from sdcwatch.checkpoints import manifest as checkpoint
 from sdcwatch.cli import main
 from sdcwatch.errors import CheckpointError
+from sdcwatch.latch import files as latches
 
 
 def store(directory: Path, step: int, epoch: str = "e1", content: bytes | None = None) -> checkpoint.CheckpointRecord:

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sdcwatch import checkpoint
-from sdcwatch.checkpoint_trust import CheckpointTrust
+from sdcwatch.checkpoints import manifest as checkpoint
+from sdcwatch.checkpoints.trust import CheckpointTrust
 from sdcwatch.identity import Identity
 from sdcwatch.metrics import RankMetrics
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from sdcwatch.coverage import describe, measure, predicted_seconds, table
+from sdcwatch.watch.coverage import describe, measure, predicted_seconds, table
 from torch import nn
 
 

@@ -13,9 +13,9 @@ import time
 from pathlib import Path
 
 import pytest
-from sdcwatch import latch as latches
 from sdcwatch.cli import main
 from sdcwatch.errors import SpoolError
+from sdcwatch.latch import files as latches
 
 LATCH = latches.Latch(
     latch_id="sdc-00112233445566aa",
@@ -171,7 +171,7 @@ def test_start_is_refused_even_inside_a_wrapper_that_catches_every_exception(tmp
     """`except Exception` around the whole program does not turn the refusal into a start; the block says what to do."""
     latches.write_latch([tmp_path], LATCH)
     program = (
-        "import sys\nfrom sdcwatch.latch import refuse_start\n"
+        "import sys\nfrom sdcwatch.latch.files import refuse_start\n"
         "try:\n    refuse_start([sys.argv[1]], uid_root=sys.argv[1], instance='i-1')\n"
         "except Exception:\n    pass\nprint('trained')\n"
     )

@@ -240,17 +240,17 @@ def test_an_exception_in_a_check_of_ours_on_one_rank_is_counted_and_training_goe
     """The rank still joins the exchange, with an error code (field case 16)."""
 
     def body(rank: int, ddp: Any, optimizer: Any, make: Any, batches: Any) -> Any:
-        import sdcwatch.epoch
+        import sdcwatch.watch.epoch
 
         monitor = make(on_fault="halt")
-        healthy = sdcwatch.epoch.reduced
+        healthy = sdcwatch.watch.epoch.reduced
 
         def broken(parameters: Any) -> Any:
             if rank == 1 and monitor._epoch.step == 2:
                 raise RuntimeError("a bug of ours")
             return healthy(parameters)
 
-        sdcwatch.epoch.reduced = broken
+        sdcwatch.watch.epoch.reduced = broken
         steps(monitor, optimizer, batches, range(6))
         result = counted(monitor, "gradient_checksum"), counted(monitor, "gradient_checksum", "error")
         monitor.close()
@@ -339,7 +339,7 @@ def test_a_standing_latch_ends_every_rank_with_86_before_the_first_step(ranks: A
     assert all(list((tmp_path / f"node-{r}").rglob("HALTED.json")) for r in range(3))
     assert ranks(loop, 3, str(tmp_path / "fresh"), {}, again, raw=True) == [("exit", 86)] * 3
 
-    from sdcwatch.latch import release
+    from sdcwatch.latch.files import release
 
     assert release(folder, latch["latch_id"], by="test", reason="replaced") == "released"
     assert ranks(loop, 3, str(tmp_path / "fresh"), {}, again) == ["trained"] * 3
@@ -348,7 +348,7 @@ def test_a_standing_latch_ends_every_rank_with_86_before_the_first_step(ranks: A
 def test_an_uncaught_halt_ends_the_process_with_86() -> None:
     """Also under wrappers that raise from it; exit handlers run."""
     script = (
-        "import atexit; from sdcwatch.contain import _exit_with_status; from sdcwatch import CorruptionDetected\n"
+        "import atexit; from sdcwatch.watch.contain import _exit_with_status; from sdcwatch import CorruptionDetected\n"
         "error = CorruptionDetected('halted', event_id='sdc-0', step=3); _exit_with_status(error)\n"
         "atexit.register(print, 'handlers ran', flush=True)\n"
         "try:\n raise error\nexcept RuntimeError as e:\n raise KeyError('wrapper') from e\n"
@@ -374,7 +374,7 @@ def test_a_checkpoint_is_a_candidate_then_checked_then_verified_and_tainted_by_a
         seen: dict[int, str] = {}
 
         def after(step: int) -> None:
-            from sdcwatch.checkpoint import list_checkpoints
+            from sdcwatch.checkpoints.manifest import list_checkpoints
 
             if step in (2, 5, 8):
                 monitor.checkpoint(folder / f"step-{step}.pt", lambda path: path.write_bytes(b"weights %d" % step))
@@ -391,7 +391,7 @@ def test_a_checkpoint_is_a_candidate_then_checked_then_verified_and_tainted_by_a
     names = sorted(p.name for p in folder.iterdir() if not p.name.endswith(".json"))
     assert "step-8.pt.tainted" in names
     assert "step-8.pt" not in names
-    from sdcwatch.checkpoint import last_clean
+    from sdcwatch.checkpoints.manifest import last_clean
 
     chosen = last_clean(folder, "verified")
     assert chosen is not None

@@ -11,9 +11,10 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from sdcwatch import preflight, preflight_checks  # noqa: E402
 from sdcwatch.errors import ConfigurationError  # noqa: E402
-from sdcwatch.halt_wait import judged  # noqa: E402
+from sdcwatch.launch.halt_wait import judged  # noqa: E402
+from sdcwatch.preflight import checks as preflight_checks  # noqa: E402
+from sdcwatch.preflight import command as preflight  # noqa: E402
 
 
 def test_this_machine_passes_every_check_with_known_answers() -> None:
@@ -103,7 +104,7 @@ def test_torch_that_breaks_at_import_could_not_judge(tmp_path: Path, error: str)
     """Started as `sdcwatch run` starts it: a broken installation is 3, not the 1 of a Python that crashed."""
     (tmp_path / "torch.py").write_text(f"raise {error}\n")
     program = f"import sys, runpy; sys.path.insert(0, {str(tmp_path)!r}); sys.argv[1:] = ['--json']\n"
-    program += "runpy.run_module('sdcwatch.preflight', run_name='__main__')"
+    program += "runpy.run_module('sdcwatch.preflight.command', run_name='__main__')"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 3, done.stderr
     assert error.split("'")[1] in json.loads(done.stdout)["detail"]

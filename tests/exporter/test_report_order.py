@@ -11,14 +11,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from sdcwatch import checkpoint
-from sdcwatch.contain import Halt
+from sdcwatch.checkpoints import manifest as checkpoint
 from sdcwatch.errors import CorruptionDetected
 from sdcwatch.identity import Identity
-from sdcwatch.report import Reporter
-from sdcwatch.spool import Spool
-from sdcwatch.start import Membership
+from sdcwatch.spool.rank import Spool
 from sdcwatch.verdict import Verdict
+from sdcwatch.watch.contain import Halt
+from sdcwatch.watch.report import Reporter
+from sdcwatch.watch.start import Membership
 
 EPOCH = "e1764600000000-00000001"
 

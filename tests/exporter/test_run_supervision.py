@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from sdcwatch import latch as latches
-from sdcwatch.spool_folders import job_root, user_root
+from sdcwatch.latch import files as latches
+from sdcwatch.spool.folders import job_root, user_root
 
 LATCH = latches.Latch(
     latch_id="sdc-00112233445566aa",

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from sdcwatch.errors import SpoolError
-from sdcwatch.spool import Spool, iter_ranks, read_events
-from sdcwatch.spool_folders import job_folder_name, job_of_folder, job_root, prepare_user_root, user_root
+from sdcwatch.spool.folders import job_folder_name, job_of_folder, job_root, prepare_user_root, user_root
+from sdcwatch.spool.rank import Spool, iter_ranks, read_events
 
 EPOCH = "e1764600000000-00c0ffee"
 NEXT = "e1764600000001-00c0ffee"
@@ -47,7 +47,7 @@ def spool(root: Path) -> Iterator[Spool]:
 def child(code: str, *arguments: object) -> subprocess.Popen[bytes]:
     """A second real process that opens rank 0's spool as `spool` in `root`, then runs `code`."""
     opening = (
-        "import sys, os\nfrom sdcwatch.spool import Spool\n"
+        "import sys, os\nfrom sdcwatch.spool.rank import Spool\n"
         f"spool = Spool.open(sys.argv[1], 'gpt', sys.argv[2], 0, 0, {IDENTITY!r})\n"
     )
     words = [sys.executable, "-c", opening + code, *map(str, arguments)]

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from sdcwatch import start
 from sdcwatch.errors import ConfigurationError
 from sdcwatch.identity import Identity
 from sdcwatch.settings import Settings
+from sdcwatch.watch import start
 from torch import nn
 
 

@@ -25,7 +25,7 @@ from sdcwatch.agent.state import StateFile
 from sdcwatch.agent.tally import Tally
 from sdcwatch.catalog import METRICS
 from sdcwatch.exposition import render, series
-from sdcwatch.spool_reader import RankFiles, epoch_ranks, iter_epochs, iter_jobs, iter_journal
+from sdcwatch.spool.reader import RankFiles, epoch_ranks, iter_epochs, iter_jobs, iter_journal
 
 #: Most series that one agent serves, by scope, whatever its ranks write.
 TOTAL_CAPS = {"rank": 8192, "node": 1024, "job": 4096}

@@ -33,8 +33,8 @@ from sdcwatch.agent.tally import Tally
 from sdcwatch.agent.tokens import Token
 from sdcwatch.errors import ConfigurationError, SpoolError
 from sdcwatch.settings import Settings
-from sdcwatch.spool_folders import prepare_user_root
-from sdcwatch.spool_reader import iter_ranks
+from sdcwatch.spool.folders import prepare_user_root
+from sdcwatch.spool.reader import iter_ranks
 
 _TEXTFILE_SECONDS = 5.0
 _TICK_SECONDS = 1.0

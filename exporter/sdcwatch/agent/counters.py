@@ -15,7 +15,7 @@ from pathlib import Path
 from sdcwatch import durable
 from sdcwatch.agent.rank_file import Series
 from sdcwatch.errors import SpoolError
-from sdcwatch.spool_folders import epoch_order
+from sdcwatch.spool.folders import epoch_order
 
 SCHEMA = 1
 COUNTERS_FILE = "agent-counters.json"

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from sdcwatch.agent.counters import COUNTERS_FILE, CounterChain
 from sdcwatch.agent.rank_file import RankFileReader
-from sdcwatch.spool_reader import RankFiles, epoch_ranks, iter_epochs, iter_jobs
+from sdcwatch.spool.reader import RankFiles, epoch_ranks, iter_epochs, iter_jobs
 
 #: Most epochs of one job that are kept however new: a job that crashes at once, for hours, must not fill the spool.
 MAX_EPOCHS = 64

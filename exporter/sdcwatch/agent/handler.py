@@ -2,7 +2,7 @@
 
 Each road has its own secret; a road without one is closed. A scrape counts only once its answer has been sent, and
 counts from the moment at which the spool was read. Standard library only. Flow: server -> **handler** -> collector,
-spool_reader, release.
+spool.reader, release.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from sdcwatch.agent.server import IO_SECONDS
 from sdcwatch.agent.state import StateFile
 from sdcwatch.agent.tally import Tally
 from sdcwatch.agent.tokens import Token
-from sdcwatch.spool_reader import read_event_lines
+from sdcwatch.spool.reader import read_event_lines
 
 SCHEMA = 1
 BODY_BYTES = 64 << 10

@@ -18,7 +18,7 @@ from typing import Any
 
 from sdcwatch import durable
 from sdcwatch.errors import SpoolError
-from sdcwatch.spool_reader import iter_journal, iter_ranks
+from sdcwatch.spool.reader import iter_journal, iter_ranks
 
 SCHEMA = 1
 CURSOR_FILE = "agent-otlp.json"

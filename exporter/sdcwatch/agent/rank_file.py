@@ -18,9 +18,9 @@ from sdcwatch.agent.tally import Tally
 from sdcwatch.catalog import BLAME, METRICS, Metric
 from sdcwatch.exposition import Sample, parse, series
 from sdcwatch.metrics import CAPS, LABEL_LENGTH
-from sdcwatch.spool import METRICS_BYTES
-from sdcwatch.spool_folders import read_regular
-from sdcwatch.spool_reader import RankFiles
+from sdcwatch.spool.folders import read_regular
+from sdcwatch.spool.rank import METRICS_BYTES
+from sdcwatch.spool.reader import RankFiles
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sdcwatch import latch
 from sdcwatch.agent.node import Node
 from sdcwatch.errors import SpoolError
-from sdcwatch.spool_reader import iter_jobs
+from sdcwatch.latch import files as latch
+from sdcwatch.spool.reader import iter_jobs
 
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,127}")
 _TEXT = 200

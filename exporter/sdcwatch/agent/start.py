@@ -16,7 +16,7 @@ from pathlib import Path
 from sdcwatch.agent.command import dies_with_job
 from sdcwatch.agent.state import agent_is_alive, read_state
 from sdcwatch.settings import Settings
-from sdcwatch.spool_folders import prepare_user_root
+from sdcwatch.spool.folders import prepare_user_root
 
 LOG_FILE = "agent.log"
 #: Long enough for the page rule, which looks back one hour, to see what a job's last minute wrote.

@@ -16,8 +16,8 @@ from pathlib import Path
 
 from sdcwatch import durable
 from sdcwatch.errors import SpoolError
-from sdcwatch.spool_folders import read_regular
-from sdcwatch.spool_reader import is_locked
+from sdcwatch.spool.folders import read_regular
+from sdcwatch.spool.reader import is_locked
 
 SCHEMA = 1
 LOCK_FILE = "agent.lock"

@@ -20,7 +20,7 @@ from sdcwatch.doctor.node_checks import NodeView
 from sdcwatch.errors import SpoolError
 from sdcwatch.exposition import Sample, parse, render, series
 from sdcwatch.settings import Settings
-from sdcwatch.spool import Spool
+from sdcwatch.spool.rank import Spool
 
 #: The job in whose name drills are written.
 JOB = "sdcwatch-drill"

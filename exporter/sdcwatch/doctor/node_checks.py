@@ -19,8 +19,8 @@ from sdcwatch.doctor.finding import Finding, failed, passed, unknown
 from sdcwatch.doctor.http import Client, Unreachable, is_loopback
 from sdcwatch.errors import SpoolError
 from sdcwatch.settings import Settings
-from sdcwatch.spool_folders import prepare_user_root, user_root
-from sdcwatch.spool_reader import iter_jobs
+from sdcwatch.spool.folders import prepare_user_root, user_root
+from sdcwatch.spool.reader import iter_jobs
 
 #: A scrape interval of a minute, three times.
 SCRAPE_SECONDS = 180.0

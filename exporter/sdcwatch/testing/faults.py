@@ -25,9 +25,9 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from sdcwatch.errors import ConfigurationError
-from sdcwatch.prepared import Prepared
-from sdcwatch.start import replicated_parameters, unwrap
 from sdcwatch.testing.patterns import PATTERNS, apply
+from sdcwatch.watch.prepared import Prepared
+from sdcwatch.watch.start import replicated_parameters, unwrap
 
 VARIABLE = "SDCWATCH_TESTING_FAULT"
 LOCATIONS = ("backward", "local_gradient", "reduced_gradient", "optimizer_weight", "optimizer_state", "weights_at_rest")

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from alertpath.programs import wait
-from sdcwatch.spool_folders import user_root
+from sdcwatch.spool.folders import user_root
 
 pytestmark = [pytest.mark.integration, pytest.mark.needs("prometheus", "alertmanager")]
 #: What the path is given for the rest of its work, on a busy machine.

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 from sdcwatch.metrics import RankMetrics
-from sdcwatch.spool import Spool
+from sdcwatch.spool.rank import Spool
 
 EPOCHS = tuple(f"e{1764600000000 + n}-0000000{n}" for n in range(8))
 PROMETHEUS = {"X-Prometheus-Scrape-Timeout-Seconds": "10"}

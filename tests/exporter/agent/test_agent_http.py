@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from sdcwatch.agent.server import MAX_WORKERS
-from sdcwatch.spool_folders import user_root
+from sdcwatch.spool.folders import user_root
 
 Make = Callable[..., Any]
 ROADS = [("GET", "/events"), ("POST", "/latch/release"), ("GET", "/metrics")]

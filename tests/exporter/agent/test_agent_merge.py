@@ -18,9 +18,9 @@ from sdcwatch.agent.state import StateFile
 from sdcwatch.agent.tally import Tally
 from sdcwatch.catalog import METRICS, TRAINING_STATES
 from sdcwatch.metrics import RankMetrics
-from sdcwatch.spool import Spool
-from sdcwatch.spool_folders import prepare_user_root
-from sdcwatch.spool_reader import MAX_RANKS, epoch_ranks
+from sdcwatch.spool.folders import prepare_user_root
+from sdcwatch.spool.rank import Spool
+from sdcwatch.spool.reader import MAX_RANKS, epoch_ranks
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 NODE = Node("blue", "n0", "i-0", "h0")

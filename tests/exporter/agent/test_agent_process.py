@@ -18,7 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from sdcwatch.agent import start
 from sdcwatch.agent.state import agent_is_alive, read_state
 from sdcwatch.settings import Settings
-from sdcwatch.spool_folders import user_root
+from sdcwatch.spool.folders import user_root
 
 PROMETHEUS = {"X-Prometheus-Scrape-Timeout-Seconds": "10"}
 Make = Callable[..., Any]

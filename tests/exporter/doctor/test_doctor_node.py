@@ -27,8 +27,8 @@ from sdcwatch.doctor.http import Client, Unreachable
 from sdcwatch.errors import ConfigurationError
 from sdcwatch.event import parse_line
 from sdcwatch.settings import Settings
-from sdcwatch.spool_folders import prepare_user_root
-from sdcwatch.spool_reader import read_event_lines
+from sdcwatch.spool.folders import prepare_user_root
+from sdcwatch.spool.reader import read_event_lines
 
 ROOT = Path(__file__).parents[3]
 NODE = Node("blue", "n0", "i-0", "host")

@@ -25,7 +25,7 @@ import encodings.idna, http.server, urllib.parse
 import sdcwatch.agent.command
 from sdcwatch.cli import main
 from sdcwatch.metrics import RankMetrics
-from sdcwatch.spool import Spool
+from sdcwatch.spool.rank import Spool
 user = int(sys.argv.pop(1))
 os.setgroups([])
 os.setgid(user)

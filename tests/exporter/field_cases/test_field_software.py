@@ -312,12 +312,12 @@ def test_our_own_exception_on_one_rank_is_counted_and_all_go_on(field: Any, wher
 
     def body(t: Any) -> Any:
         import sdcwatch.checks.gradients
-        import sdcwatch.epoch
+        import sdcwatch.watch.epoch
 
         module, name = {
             "hook": (sdcwatch.checks.gradients, "norm"),
-            "row": (sdcwatch.epoch, "fingerprint"),
-            "verdict": (sdcwatch.epoch, "judge"),
+            "row": (sdcwatch.watch.epoch, "fingerprint"),
+            "verdict": (sdcwatch.watch.epoch, "judge"),
         }[where]
         healthy = getattr(module, name)
 

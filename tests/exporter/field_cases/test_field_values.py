@@ -278,7 +278,7 @@ def test_the_rank_where_a_nan_began_is_known_after_the_all_reduce(field: Any) ->
 
 
 def claim(root: str, out: Any) -> None:
-    from sdcwatch.spool import Spool
+    from sdcwatch.spool.rank import Spool
 
     try:
         Spool.open(Path(root), "job", "e0000000000001-00000001", 2, 0, IDENTITY).close()
@@ -295,7 +295,7 @@ IDENTITY = {
 
 def test_a_second_process_that_claims_a_rank_is_refused(tmp_path: Path) -> None:
     """Case 22: a clear message for the second, nothing of the first is touched, and its place is free once it ended."""
-    from sdcwatch.spool import Spool
+    from sdcwatch.spool.rank import Spool
 
     context = multiprocessing.get_context("fork")
     out: Any = context.Queue()

@@ -15,7 +15,7 @@ import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 from sdcwatch.agent.otlp_logs import severity
 from sdcwatch.agent.otlp_outbox import Outbox
-from sdcwatch.spool_folders import user_root
+from sdcwatch.spool.folders import user_root
 
 Make = Callable[..., Any]
 WHEN = 1_764_600_123.25
@@ -98,7 +98,7 @@ def test_an_event_arrives_as_a_log_record(road: Any, agent: Make, rank: Make) ->
         "training_job": "gpt",
         "training_cluster": "blue",
         "check": "replay",
-        "sdcwatch.epoch": "e1764600000000-00000000",
+        "sdcwatch.watch.epoch": "e1764600000000-00000000",
         "sdcwatch.step": 1201,
         "sdcwatch.kind": "attributed",
         "sdcwatch.persistence": "transient",

@@ -18,7 +18,7 @@ from typing import Any
 
 from sdcwatch import event as events
 from sdcwatch.metrics import RankMetrics
-from sdcwatch.spool import Spool
+from sdcwatch.spool.rank import Spool
 
 
 def until(when: float) -> None:

@@ -1,7 +1,7 @@
 """The spool as others read it: which ranks wrote here, which live, and what their journals hold.
 
 Trusts nothing it finds: no symlink is followed, foreign owners and oversized files are passed over, and a partial
-last line is no line. Writes nothing. Standard library only. Flow: spool -> **spool_reader** -> agent.
+last line is no line. Writes nothing. Standard library only. Flow: rank -> **reader** -> agent.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sdcwatch.spool_folders import epoch_order, job_of_folder, open_regular, read_regular
+from sdcwatch.spool.folders import epoch_order, job_of_folder, open_regular, read_regular
 
 _RANK_FILE = re.compile(r"rank-(\d{1,9})\.(json|prom|events\.jsonl)\Z")
 _CLAIM_BYTES = 1 << 20

@@ -20,23 +20,23 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from sdcwatch.audit import Auditor, Outcome
 from sdcwatch.checks.conservation import Conservation
 from sdcwatch.checks.gradients import LocalGradients, reduced
 from sdcwatch.checks.replay import LossFunction, Recorder
 from sdcwatch.checks.weights import OptimizerWatch, hyperparameters_digest, versions
-from sdcwatch.contain import Halt, containing
 from sdcwatch.environment import describe, digest
 from sdcwatch.errors import CorruptionDetected
-from sdcwatch.exchange import Exchange, last_rows
 from sdcwatch.fingerprint import combine as digests_combined
 from sdcwatch.fingerprint import fingerprint
 from sdcwatch.observation import ErrorCode, Row, RowError, SkipReason
-from sdcwatch.prepared import Prepared
-from sdcwatch.report import Reporter, log, median_time
 from sdcwatch.settings import Settings
-from sdcwatch.start import Membership
 from sdcwatch.verdict import History, Judgement, checked_through, combine, judge, verified_through
+from sdcwatch.watch.audit import Auditor, Outcome
+from sdcwatch.watch.contain import Halt, containing
+from sdcwatch.watch.exchange import Exchange, last_rows
+from sdcwatch.watch.prepared import Prepared
+from sdcwatch.watch.report import Reporter, log, median_time
+from sdcwatch.watch.start import Membership
 
 #: Audits skipped in a row after which replay is exported as off, whatever the reason: an alert then says so.
 BLIND_AFTER = 3

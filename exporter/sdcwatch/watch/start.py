@@ -19,11 +19,11 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from sdcwatch.errors import ConfigurationError
-from sdcwatch.exchange import Exchange
 from sdcwatch.fingerprint import digest_bytes
 from sdcwatch.identity import Identity
 from sdcwatch.settings import Settings
 from sdcwatch.verdict import Group
+from sdcwatch.watch.exchange import Exchange
 
 #: Settings that decide which collectives run when; ranks that differ in one would split.
 SHARED_SETTINGS = ("on_fault", "check_every", "conservation_every", "replay_every")

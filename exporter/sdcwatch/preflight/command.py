@@ -160,7 +160,7 @@ def _judge_device(
     started = time.monotonic()
     results = []
     try:
-        checks = importlib.import_module("sdcwatch.preflight_checks")
+        checks = importlib.import_module("sdcwatch.preflight.checks")
         planned: dict[str, Callable[[], Iterator[str | None]]] = checks.plan(torch, device, matmul)
     except Exception as error:  # no CUDA in this build, a GPU that fell off the bus: nothing is proven
         planned = {}

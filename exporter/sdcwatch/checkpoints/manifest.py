@@ -21,7 +21,7 @@ from typing import Any
 
 from sdcwatch import durable
 from sdcwatch.errors import CheckpointError, SpoolError
-from sdcwatch.latch import released_latches
+from sdcwatch.latch.files import released_latches
 
 SCHEMA = 1
 MANIFEST_SUFFIX = ".manifest.json"

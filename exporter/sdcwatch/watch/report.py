@@ -23,9 +23,9 @@ from sdcwatch.errors import SpoolError
 from sdcwatch.identity import Identity
 from sdcwatch.metrics import RankMetrics
 from sdcwatch.observation import Row
-from sdcwatch.spool import Spool
-from sdcwatch.start import Membership
+from sdcwatch.spool.rank import Spool
 from sdcwatch.verdict import Judgement, Verdict
+from sdcwatch.watch.start import Membership
 
 log = logging.getLogger("sdcwatch")
 

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 
 from sdcwatch.checks import replay
-from sdcwatch.exchange import Exchange
 from sdcwatch.fingerprint import digest_bytes, fingerprint
 from sdcwatch.observation import AuditRow, ErrorCode, Row, RowError
 from sdcwatch.verdict import Group, History, plan_audit, tie_breaks
+from sdcwatch.watch.exchange import Exchange
 
 AuditRows = list[AuditRow | RowError]
 

@@ -11,7 +11,7 @@ import sys
 from datetime import datetime, timezone
 from pathlib import Path
 
-from sdcwatch import checkpoint
+from sdcwatch.checkpoints import manifest as checkpoint
 from sdcwatch.errors import CheckpointError
 
 

@@ -19,10 +19,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote
 
-from sdcwatch import durable, launcher
-from sdcwatch import latch as latches
+from sdcwatch import durable
 from sdcwatch.errors import EXIT_HALTED, SpoolError
-from sdcwatch.preflight import parse_outcome
+from sdcwatch.latch import files as latches
+from sdcwatch.launch import launcher
+from sdcwatch.preflight.command import parse_outcome
 
 SCHEMA = 1
 #: A second latch that names nobody within this time is left to a person.
@@ -55,7 +56,7 @@ def preflight_command(given: str | None) -> tuple[str, ...]:
     """The health check as words: the caller's own, or `sdcwatch preflight` in this Python."""
     if given:
         return tuple(shlex.split(given))
-    return (sys.executable, "-m", "sdcwatch.preflight", "--json")
+    return (sys.executable, "-m", "sdcwatch.preflight.command", "--json")
 
 
 def wait_until_free(places: tuple[Path, ...], options: WaitOptions, signals: launcher.Signals, say: Say) -> int | None:

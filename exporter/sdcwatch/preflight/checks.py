@@ -2,7 +2,7 @@
 
 Known answers are products of integer-valued matrices whose every partial sum is exact in the type that holds it, so any
 order of summation, any accumulator and TF32 give the same bits. Comparisons are of integer views, never of floats.
-Imported only after torch. Flow: **preflight_checks** -> preflight.
+Imported only after torch. Flow: **checks** -> command.
 """
 
 from __future__ import annotations

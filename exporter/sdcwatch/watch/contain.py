@@ -16,12 +16,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 
-from sdcwatch import checkpoint, durable
+from sdcwatch import durable
+from sdcwatch.checkpoints import manifest as checkpoint
 from sdcwatch.errors import EXIT_HALTED, CorruptionDetected, SdcwatchError
 from sdcwatch.event import Event
-from sdcwatch.exchange import Exchange
-from sdcwatch.latch import Latch, LatchNode, NamedRank, write_latch
-from sdcwatch.report import Reporter, log
+from sdcwatch.latch.files import Latch, LatchNode, NamedRank, write_latch
+from sdcwatch.watch.exchange import Exchange
+from sdcwatch.watch.report import Reporter, log
 
 
 class Halt:

@@ -16,11 +16,12 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from sdcwatch import halt_wait, latch, launcher
 from sdcwatch.errors import ConfigurationError, SpoolError
 from sdcwatch.identity import take
+from sdcwatch.latch import files as latch
+from sdcwatch.launch import halt_wait, launcher
 from sdcwatch.settings import Settings
-from sdcwatch.spool_folders import job_root, user_root
+from sdcwatch.spool.folders import job_root, user_root
 
 
 @dataclass(frozen=True, slots=True)

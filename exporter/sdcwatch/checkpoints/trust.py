@@ -2,7 +2,7 @@
 
 It adds nothing to what `checkpoint` can do; it only knows which rank writes, what has been proven so far and which
 checkpoints there are, so that a step on which none can rise reads no file. Never collective.
-Flow: monitor, epoch -> **checkpoint_trust** -> checkpoint.
+Flow: monitor, epoch -> **trust** -> manifest.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from sdcwatch import checkpoint
+from sdcwatch.checkpoints import manifest as checkpoint
 from sdcwatch.errors import SdcwatchError
-from sdcwatch.report import Reporter
+from sdcwatch.watch.report import Reporter
 
 
 class CheckpointTrust:

@@ -2,7 +2,7 @@
 
 Folders are created 0700 and entered one by one without following a symlink, and the owner of each is checked, because
 `<root>` stands in a folder that every user of the node can write. Names of jobs are made safe for paths here. It
-writes no metrics and no events. Standard library only. Flow: **spool_folders** -> spool (ranks), agent.
+writes no metrics and no events. Standard library only. Flow: **folders** -> rank, reader, agent.
 """
 
 from __future__ import annotations

@@ -12,8 +12,8 @@ import sys
 from datetime import datetime, timezone
 from pathlib import Path
 
-from sdcwatch import latch as latches
 from sdcwatch.errors import SpoolError
+from sdcwatch.latch import files as latches
 
 _UNREADABLE = (
     "no job starts while that file stands. Use its owner's account; or restore the file; or, once you know that the "

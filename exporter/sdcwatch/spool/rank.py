@@ -2,7 +2,7 @@
 
 After `open` it never raises into training: what cannot be written is refused, counted (`refused`) and explained
 (`last_refusal`). It never reads other ranks' files but the predecessor's of its own rank, never sends anything, and a
-forked child writes nothing. Standard library only. Flow: metrics, event -> **spool** -> spool_reader -> agent.
+forked child writes nothing. Standard library only. Flow: metrics, event -> **rank** -> reader -> agent.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from typing import Any
 
 from sdcwatch.catalog import IDENTITY_LABELS
 from sdcwatch.errors import SpoolError
-from sdcwatch.spool_folders import (
+from sdcwatch.spool.folders import (
     enter,
     epoch_order,
     job_folder_name,
     prepare_user_root,
     read_regular,
 )
-from sdcwatch.spool_reader import RankFiles, iter_ranks, read_events
+from sdcwatch.spool.reader import RankFiles, iter_ranks, read_events
 
 __all__ = ["DEFAULT_QUOTA", "RankFiles", "Spool", "iter_ranks", "read_events"]
 

@@ -1,0 +1,1 @@
+"""`sdcwatch preflight`: a known-answer test of this machine's devices."""

@@ -1,0 +1,1 @@
+"""The spool: where ranks write and the agent reads. `folders` owns the layout, `rank` writes, `reader` reads."""
