@@ -27,7 +27,7 @@ WHEELHOUSE = ROOT / ".cache" / "wheelhouse"
 WITHOUT_TORCH = (
     "agent",
     "catalog",
-    "checkpoints",
+    "checkpoints.manifest",
     "cli",
     "durable",
     "errors",

@@ -98,7 +98,7 @@ def test_an_event_arrives_as_a_log_record(road: Any, agent: Make, rank: Make) ->
         "training_job": "gpt",
         "training_cluster": "blue",
         "check": "replay",
-        "sdcwatch.watch.epoch": "e1764600000000-00000000",
+        "sdcwatch.epoch": "e1764600000000-00000000",
         "sdcwatch.step": 1201,
         "sdcwatch.kind": "attributed",
         "sdcwatch.persistence": "transient",
