@@ -21,7 +21,7 @@ export PATH := $(CURDIR)/.tools/bin:$(CURDIR)/.venv/bin:$(PATH)
 export PYTHON3 TORCH_VERSION TORCH_INDEX
 CODE := exporter remediation tests $(wildcard alert_rules demo dashboards benchmarks)
 
-.PHONY: help setup campaign-alerts mutants demo dashboards-preview test test-integrations lint types imports unit format lock clean distclean
+.PHONY: help setup setup-integrations campaign-alerts mutants demo dashboards-preview test test-integrations lint types imports unit format lock clean distclean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-19s %s\n", $$1, $$2}'
@@ -55,7 +55,10 @@ unit: setup
 	@echo "[test] core tests, $(TEST_WORKERS) at a time"
 	@$(PYTHON) -m pytest -n $(TEST_WORKERS) -m "not integration" $(PYTEST_ARGS)
 
-test-integrations: setup ## the heavier tests, marked `integration`: whole runs with every program
+setup-integrations: setup
+	@setup/integrations.sh
+
+test-integrations: setup-integrations ## the heavier tests, marked `integration`: whole runs with every program
 	@echo "[test] integration tests"
 	@$(PYTHON) -m pytest -m integration -v $(PYTEST_ARGS)
 
