@@ -1,7 +1,7 @@
 """A real Slurm controller with emulated nodes on loopback, for tests: Debian's slurm-wlm as ordinary processes.
 
-What it does: starts munged, slurmctld and one slurmd a node with a configuration, keys and folders of their own, on free
-ports of 127.0.0.1; runs Slurm's commands against it; ends everything it started, jobs included.
+What it does: starts munged, slurmctld and one slurmd a node with a configuration, keys and folders of their own, on
+free ports of 127.0.0.1; runs Slurm's commands against it; ends everything it started, jobs included.
 What it never does: read or touch a Slurm that the machine has, listen beyond loopback, or leave a process behind.
 Its place: `needs("slurmctld")` says whether the programs are there (`setup/integrations.sh`).
 """
