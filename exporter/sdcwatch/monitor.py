@@ -37,9 +37,10 @@ from sdcwatch.verdict.records import ALLREDUCE_CONSERVATION
 from sdcwatch.watch import coverage, start
 from sdcwatch.watch.contain import Halt
 from sdcwatch.watch.coverage import Sizes
-from sdcwatch.watch.epoch import Epoch, Watched
+from sdcwatch.watch.epoch import Epoch
 from sdcwatch.watch.exchange import Exchange
 from sdcwatch.watch.report import Reporter, log
+from sdcwatch.watch.row_fields import Watched
 
 PHASES = ("training", "evaluating", "checkpointing")
 

@@ -240,17 +240,17 @@ def test_an_exception_in_a_check_of_ours_on_one_rank_is_counted_and_training_goe
     """The rank still joins the exchange, with an error code (field case 16)."""
 
     def body(rank: int, ddp: Any, optimizer: Any, make: Any, batches: Any) -> Any:
-        import sdcwatch.watch.epoch
+        import sdcwatch.watch.row_fields
 
         monitor = make(on_fault="halt")
-        healthy = sdcwatch.watch.epoch.reduced
+        healthy = sdcwatch.watch.row_fields.reduced
 
         def broken(parameters: Any) -> Any:
             if rank == 1 and monitor._epoch.step == 2:
                 raise RuntimeError("a bug of ours")
             return healthy(parameters)
 
-        sdcwatch.watch.epoch.reduced = broken
+        sdcwatch.watch.row_fields.reduced = broken
         steps(monitor, optimizer, batches, range(6))
         result = counted(monitor, "gradient_checksum"), counted(monitor, "gradient_checksum", "error")
         monitor.close()

@@ -9,26 +9,20 @@ verdict -> report, contain.
 from __future__ import annotations
 
 import dataclasses
-import math
-import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch
-from torch.nn.parallel import DistributedDataParallel
 
 from sdcwatch.checks.conservation import Conservation
-from sdcwatch.checks.gradients import LocalGradients, reduced
-from sdcwatch.checks.replay import LossFunction, Recorder
-from sdcwatch.checks.weights import OptimizerWatch, hyperparameters_digest, versions
+from sdcwatch.checks.gradients import LocalGradients
+from sdcwatch.checks.replay import Recorder
+from sdcwatch.checks.weights import OptimizerWatch
 from sdcwatch.environment import describe, digest
 from sdcwatch.errors import CorruptionDetected
-from sdcwatch.fingerprint import combine as digests_combined
-from sdcwatch.fingerprint import fingerprint
-from sdcwatch.observation import ErrorCode, Row, RowError, SkipReason
+from sdcwatch.observation import ErrorCode, Row, RowError
 from sdcwatch.settings import Settings
 from sdcwatch.verdict import History, Judgement, checked_through, combine, judge, verified_through
 from sdcwatch.watch.audit import Auditor, Outcome
@@ -36,28 +30,11 @@ from sdcwatch.watch.contain import Halt, containing
 from sdcwatch.watch.exchange import Exchange, last_rows
 from sdcwatch.watch.prepared import Prepared
 from sdcwatch.watch.report import Reporter, log, median_time
+from sdcwatch.watch.row_fields import RowFields, Watched
 from sdcwatch.watch.start import Membership
 
 #: Audits skipped in a row after which replay is exported as off, whatever the reason: an alert then says so.
 BLIND_AFTER = 3
-
-
-@dataclass(frozen=True, slots=True)
-class Watched:
-    """What the epoch watches. `model` is what the loop calls; `parameters` are the replicated ones, in module order."""
-
-    model: torch.nn.Module
-    ddp: DistributedDataParallel
-    optimizer: torch.optim.Optimizer
-    loss_fn: LossFunction | None
-    parameters: Sequence[torch.nn.Parameter]
-    device: torch.device
-    schema: int
-    scaler: torch.amp.GradScaler | None = None
-
-    def scale(self) -> float | None:
-        """The loss scale, where a scaler was passed. Never guessed from gradients: ranks may weight their losses."""
-        return float(self.scaler.get_scale()) if self.scaler is not None and self.scaler.is_enabled() else None
 
 
 class Epoch:
@@ -94,12 +71,10 @@ class Epoch:
         self._backwards_in_step = 0
         self._join_seen = False
         self._disagreed = False
-        self._hook_said = False
         self._audits_skipped = 0
         self._environment = membership.group.environments[exchange.rank]
         self.prepared = Prepared()
         self._forward_handle = self.prepared.watch(watched.model, watched.ddp, self._backward_begins)
-        self._unfinished = 0
         self.auditor = Auditor(
             exchange,
             membership.group,
@@ -121,6 +96,7 @@ class Epoch:
         self.local = LocalGradients(
             watched.parameters, reducing=self._reducing, first=self._arm, further=self.conservation.local
         )
+        self.fields = RowFields(watched, reporter, self.local, self.conservation, self.optimizer_watch, self.recorder)
         self.local.begin(audited=self.audit_due)
 
     @property
@@ -193,7 +169,7 @@ class Epoch:
     def _exchange(self, audited: bool) -> None:
         begin = time.perf_counter()
         payload = self._audit_payload() if audited else None
-        row = self._row(lambda: self._measured() | self._replayable(payload, audited))
+        row = self._row(lambda: self.fields.measured() | (self._replayable(payload) if audited else {}))
         rows = self.exchange.rows(row)
         outcome, audit_seconds = self._audit(rows, row, payload) if audited else (None, 0.0)
         judgement = self._judge(rows, outcome)
@@ -254,7 +230,7 @@ class Epoch:
             return
         rows: list[Row | RowError | None] = []
         try:
-            row = self._row(self.state_fields)
+            row = self._row(self.fields.state)
             rank, size = self.exchange.rank, self.exchange.size
             rows = last_rows(row, epoch=self.membership.epoch, rank=rank, size=size, timeout=timeout)
             judgement, history = judge(self.history, self.membership.group, self.step, rows)
@@ -298,93 +274,8 @@ class Epoch:
             self.reporter.swallow("gradient_checksum", error)
             return Row(**fixed, error=ErrorCode.CHECK)
 
-    def _measured(self) -> dict[str, Any]:
-        digest, nonfinite = reduced(self.watched.parameters)
-        norm = self.local.norm()
-        return {
-            "local_norm": norm,
-            "local_nonfinite": int(not math.isfinite(norm)),
-            "reduced": digest,
-            "reduced_nonfinite": int(nonfinite),
-            **self._conserved(),
-            **self.state_fields(),
-        }
-
-    def _conserved(self) -> dict[str, Any]:
-        norms = self.local.norms()
-        if not self.conservation.finished(norms):
-            self._unfinished += 1
-            raise RuntimeError(
-                "this backward left parameters without a gradient, so DDP did not finish its reduce and will say so at "
-                "the next forward; pass it find_unused_parameters=True where that is meant"
-            )
-        fields = self.conservation.fields(norms)
-        if not fields:
-            return fields
-        self.reporter.spent("allreduce_conservation", self.conservation.hook_seconds + self.conservation.row_seconds)
-        if fields["conservation"] == SkipReason.code("comm_hook") and not self._hook_said:
-            self._hook_said = True  # it holds for the whole run: said once, not a skip a step
-            self.reporter.skipped("allreduce_conservation", "comm_hook")
-        return fields
-
-    def state_fields(self) -> dict[str, Any]:
-        """The row's fields that describe parameters, optimizer and user code, as they stand now."""
-        fields: dict[str, Any] = {
-            "hyperparameters": self._hyperparameters(),
-            "loss_scale": self.watched.scale(),
-            "schema": self.watched.schema,
-            "compile_count": _compiled_graphs(),
-            "optimizer_steps": self.optimizer_watch.calls,
-            "weights_now": fingerprint(self.watched.parameters),
-            "versions_now": versions(self.watched.parameters),
-            "unfinished": self._unfinished,
-        }
-        measure = self.optimizer_watch.newest
-        if measure is not None:
-            fields |= {
-                "optimizer_step_of": measure.step,
-                "gradient_begin": measure.begin.gradient,
-                "weights_begin": measure.begin.weights,
-                "weights_end": measure.weights_end,
-                "state_begin": measure.begin.state,
-                "state_end": measure.state_end,
-                "versions_begin": measure.begin.versions,
-                "versions_end": measure.versions_end,
-            }
-        return fields
-
-    def _hyperparameters(self) -> int:
-        """As the newest step began and as they are now: a change that was undone in between is a sign all the same.
-
-        Random numbers that the step drew count with them: ranks whose generators differ then step otherwise by code.
-        """
-        measure = self.optimizer_watch.newest
-        begun = (measure.begin.hyperparameters, measure.drew) if measure is not None else (0, 0)
-        return digests_combined([*begun, hyperparameters_digest(self.watched.optimizer)])
-
-    def _replayable(self, payload: bytes | None, audited: bool) -> dict[str, Any]:
-        if not audited:
-            return {}
-        reason = self._not_ready(payload)
-        if reason is not None or payload is None:
-            return {"replay_ready": SkipReason.code(reason or "disabled")}
-        return {
-            "replay_ready": 1,
-            "batch_bytes": len(payload),
-            "batch_signature": self.recorder.signature(),
-            "free_memory": _free_memory(self.watched.device),
-        }
-
-    def _not_ready(self, payload: bytes | None) -> str | None:
-        if self.auditor.collective:
-            return "collective"
-        if self.recorder.failure:
-            return self.recorder.failure
-        if payload is None or self._backwards_in_step > 1:
-            return "disabled"
-        free = _free_memory(self.watched.device)
-        needed = 2 * sum(p.numel() * p.element_size() for p in self.watched.parameters) + len(payload)
-        return "oom" if free is not None and free < needed else None
+    def _replayable(self, payload: bytes | None) -> dict[str, Any]:
+        return self.fields.replayable(payload, collective=self.auditor.collective, backwards=self._backwards_in_step)
 
     def _guard(self, what: str, measure: Callable[[], None]) -> None:
         begin = time.perf_counter()
@@ -405,15 +296,3 @@ class Epoch:
 
 def _no_loss(model: torch.nn.Module, batch: Any) -> torch.Tensor:
     raise AssertionError("no audit runs without a loss_fn")
-
-
-def _compiled_graphs() -> int:
-    dynamo = sys.modules.get("torch._dynamo.utils")
-    return int(dynamo.counters["stats"]["unique_graphs"]) if dynamo is not None else 0
-
-
-def _free_memory(device: torch.device) -> int | None:
-    if device.type != "cuda":
-        return None
-    free, _ = torch.cuda.mem_get_info(device)
-    return int(free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))

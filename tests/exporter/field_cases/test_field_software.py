@@ -313,10 +313,11 @@ def test_our_own_exception_on_one_rank_is_counted_and_all_go_on(field: Any, wher
     def body(t: Any) -> Any:
         import sdcwatch.checks.gradients
         import sdcwatch.watch.epoch
+        import sdcwatch.watch.row_fields
 
         module, name = {
             "hook": (sdcwatch.checks.gradients, "norm"),
-            "row": (sdcwatch.watch.epoch, "fingerprint"),
+            "row": (sdcwatch.watch.row_fields, "fingerprint"),
             "verdict": (sdcwatch.watch.epoch, "judge"),
         }[where]
         healthy = getattr(module, name)

@@ -1,0 +1,171 @@
+"""What one rank puts into its row: gradients, parameters, optimizer and user code as they stand at one moment.
+
+It reads and never writes; nothing here is collective, and exceptions are the caller's to turn into an error row. Flow:
+checks -> **row_fields** -> epoch, which sends the row.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from sdcwatch.checks.conservation import Conservation
+from sdcwatch.checks.gradients import LocalGradients, reduced
+from sdcwatch.checks.replay import LossFunction, Recorder
+from sdcwatch.checks.weights import OptimizerWatch, hyperparameters_digest, versions
+from sdcwatch.fingerprint import combine as digests_combined
+from sdcwatch.fingerprint import fingerprint
+from sdcwatch.observation import SkipReason
+from sdcwatch.watch.report import Reporter
+
+
+@dataclass(frozen=True, slots=True)
+class Watched:
+    """What the epoch watches. `model` is what the loop calls; `parameters` are the replicated ones, in module order."""
+
+    model: torch.nn.Module
+    ddp: DistributedDataParallel
+    optimizer: torch.optim.Optimizer
+    loss_fn: LossFunction | None
+    parameters: Sequence[torch.nn.Parameter]
+    device: torch.device
+    schema: int
+    scaler: torch.amp.GradScaler | None = None
+
+    def scale(self) -> float | None:
+        """The loss scale, where a scaler was passed. Never guessed from gradients: ranks may weight their losses."""
+        return float(self.scaler.get_scale()) if self.scaler is not None and self.scaler.is_enabled() else None
+
+
+class RowFields:
+    """The measured fields of this rank's rows."""
+
+    def __init__(
+        self,
+        watched: Watched,
+        reporter: Reporter,
+        local: LocalGradients,
+        conservation: Conservation,
+        optimizer_watch: OptimizerWatch,
+        recorder: Recorder,
+    ) -> None:
+        self._watched = watched
+        self._reporter = reporter
+        self._local = local
+        self._conservation = conservation
+        self._optimizer_watch = optimizer_watch
+        self._recorder = recorder
+        self._hook_said = False
+        self._unfinished = 0
+
+    def measured(self) -> dict[str, Any]:
+        """All fields of a checked backward, at its end."""
+        digest, nonfinite = reduced(self._watched.parameters)
+        norm = self._local.norm()
+        return {
+            "local_norm": norm,
+            "local_nonfinite": int(not math.isfinite(norm)),
+            "reduced": digest,
+            "reduced_nonfinite": int(nonfinite),
+            **self._conserved(),
+            **self.state(),
+        }
+
+    def _conserved(self) -> dict[str, Any]:
+        norms = self._local.norms()
+        if not self._conservation.finished(norms):
+            self._unfinished += 1
+            raise RuntimeError(
+                "this backward left parameters without a gradient, so DDP did not finish its reduce and will say so at "
+                "the next forward; pass it find_unused_parameters=True where that is meant"
+            )
+        fields = self._conservation.fields(norms)
+        if not fields:
+            return fields
+        self._reporter.spent("allreduce_conservation", self._conservation.hook_seconds + self._conservation.row_seconds)
+        if fields["conservation"] == SkipReason.code("comm_hook") and not self._hook_said:
+            self._hook_said = True  # it holds for the whole run: said once, not a skip a step
+            self._reporter.skipped("allreduce_conservation", "comm_hook")
+        return fields
+
+    def state(self) -> dict[str, Any]:
+        """The row's fields that describe parameters, optimizer and user code, as they stand now."""
+        fields: dict[str, Any] = {
+            "hyperparameters": self._hyperparameters(),
+            "loss_scale": self._watched.scale(),
+            "schema": self._watched.schema,
+            "compile_count": _compiled_graphs(),
+            "optimizer_steps": self._optimizer_watch.calls,
+            "weights_now": fingerprint(self._watched.parameters),
+            "versions_now": versions(self._watched.parameters),
+            "unfinished": self._unfinished,
+        }
+        measure = self._optimizer_watch.newest
+        if measure is not None:
+            fields |= {
+                "optimizer_step_of": measure.step,
+                "gradient_begin": measure.begin.gradient,
+                "weights_begin": measure.begin.weights,
+                "weights_end": measure.weights_end,
+                "state_begin": measure.begin.state,
+                "state_end": measure.state_end,
+                "versions_begin": measure.begin.versions,
+                "versions_end": measure.versions_end,
+            }
+        return fields
+
+    def _hyperparameters(self) -> int:
+        """As the newest step began and as they are now: a change that was undone in between is a sign all the same.
+
+        Random numbers that the step drew count with them: ranks whose generators differ then step otherwise by code.
+        """
+        measure = self._optimizer_watch.newest
+        begun = (measure.begin.hyperparameters, measure.drew) if measure is not None else (0, 0)
+        return digests_combined([*begun, hyperparameters_digest(self._watched.optimizer)])
+
+    def replayable(self, payload: bytes | None, *, collective: bool, backwards: int) -> dict[str, Any]:
+        """The fields that say whether this rank can audit this step.
+
+        Args:
+            payload: this step's packed micro-batches; None where they could not be packed.
+            collective: the model's forward is known to use collectives.
+            backwards: reducing backwards of this step so far.
+        """
+        reason = self._not_ready(payload, collective, backwards)
+        if reason is not None or payload is None:
+            return {"replay_ready": SkipReason.code(reason or "disabled")}
+        return {
+            "replay_ready": 1,
+            "batch_bytes": len(payload),
+            "batch_signature": self._recorder.signature(),
+            "free_memory": _free_memory(self._watched.device),
+        }
+
+    def _not_ready(self, payload: bytes | None, collective: bool, backwards: int) -> str | None:
+        if collective:
+            return "collective"
+        if self._recorder.failure:
+            return self._recorder.failure
+        if payload is None or backwards > 1:
+            return "disabled"
+        free = _free_memory(self._watched.device)
+        needed = 2 * sum(p.numel() * p.element_size() for p in self._watched.parameters) + len(payload)
+        return "oom" if free is not None and free < needed else None
+
+
+def _compiled_graphs() -> int:
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    return int(dynamo.counters["stats"]["unique_graphs"]) if dynamo is not None else 0
+
+
+def _free_memory(device: torch.device) -> int | None:
+    if device.type != "cuda":
+        return None
+    free, _ = torch.cuda.mem_get_info(device)
+    return int(free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
