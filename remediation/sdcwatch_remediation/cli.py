@@ -72,7 +72,9 @@ def _parser() -> argparse.ArgumentParser:
         added.add_argument("--ca-file", help="PEM certificates to trust, for TLS")
         added.add_argument("--json", action="store_true", help="print the answer as JSON")
         if name in ("show", "approve", "reject"):
-            added.add_argument("case", help="case id")
+            added.add_argument("case", nargs="?" if name == "show" else None, help="case id")
+        if name == "show":
+            added.add_argument("--instance", metavar="ID", help="instead of a case id: the instance's newest case")
         if name in ("approve", "reject", "pause", "resume"):
             added.add_argument("--by", help="who decides; default: the login name")
             added.add_argument("--reason", default="", help="why")
@@ -143,13 +145,26 @@ def _cases(arguments: argparse.Namespace) -> int:
 
 
 def _show(arguments: argparse.Namespace) -> int:
+    if (arguments.case is None) == (arguments.instance is None):
+        raise ConfigError("give a case id, or --instance with the instance id that the page names")
     with _client(arguments, "cases") as client:
+        if arguments.instance is not None:
+            arguments.case = _newest_of(client, arguments.instance)
         case = client.get(f"/v1/cases/{_case_id(arguments)}")
     if arguments.json:
         return _print_json(case)
     with _understood():
         _show_whole(case, Console())
     return 0
+
+
+def _newest_of(client: Client, instance: str) -> str:
+    answer = client.get("/v1/cases")
+    with _understood():
+        found = next((str(case["id"]) for case in answer["cases"] if case["instance_id"] == instance), None)
+    if found is None:
+        raise ServiceError(f"no case names the instance {instance}; `cases` lists all")
+    return found
 
 
 def _show_whole(case: dict[str, Any], console: Console) -> None:

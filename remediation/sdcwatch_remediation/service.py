@@ -120,8 +120,11 @@ class Service:
 
     def _snapshot(self) -> dict[str, dict[tuple[str, ...], float]]:
         policy = self.config.policy
-        modes: dict[tuple[str, ...], float] = {
-            (action, mode): float(policy.mode_of(action, "") == mode) for action in ACTIONS for mode in MODES
+        settings: dict[str, dict[tuple[str, ...], float]] = {
+            "sdc_remediation_mode": {
+                (action, mode): float(policy.mode_of(action, "") == mode) for action in ACTIONS for mode in MODES
+            },
+            "sdc_remediation_settle_seconds": {(): policy.settle_seconds},
         }
         try:
             cases, closed = self.store.cases(open_only=True), self.store.outcomes()
@@ -130,7 +133,7 @@ class Service:
             drills = self.store.drills()
         except StoreUnavailable:
             # Gauges that cannot be computed are absent; readyz says why.
-            return {"sdc_remediation_mode": modes}
+            return settings
         now = self.clock()
         by_state = Counter(case.state for case in cases)
         since: dict[str, float] = {}
@@ -150,7 +153,7 @@ class Service:
             },
             "sdc_remediation_stopped": {(): stopped},
             "sdc_remediation_drill_timestamp_seconds": {(drill,): when for drill, when in drills.items()},
-            "sdc_remediation_mode": modes,
+            **settings,
         }
 
 

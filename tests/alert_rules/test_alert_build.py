@@ -64,6 +64,19 @@ def test_the_check_fails_for_a_changed_file(tmp_path: Path, capsys: pytest.Captu
     assert "amp/rule-groups.yaml is out of date: run python alert_rules/build.py" in capsys.readouterr().err
 
 
+def test_a_placeholder_for_the_runbooks_is_told_until_it_is_set(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A page whose link leads nowhere is found when the rules are built, and the message names the setting."""
+    assert build.main(["--out", str(tmp_path)]) == 0
+    assert "names.runbook_base is the placeholder" in capsys.readouterr().err
+    own = tmp_path / "own.toml"
+    own.write_text((RULES / "settings.toml").read_text().replace("https://example.com/", "https://wiki.corp/"))
+    assert build.main(["--settings", str(own), "--out", str(tmp_path)]) == 0
+    assert capsys.readouterr().err == ""
+    assert "https://wiki.corp/sdcwatch/runbooks/SDCWatchdog.md" in (tmp_path / "path.rules.yaml").read_text()
+
+
 def test_all_three_importers_get_the_same_rules() -> None:
     """Plain files, PrometheusRule and AMP differ in the static namespace label and in nothing else."""
     files = SHIPPED

@@ -11,6 +11,7 @@ from typing import Any
 
 import promql_parser
 import pytest
+import tomllib
 import yaml
 from sdcwatch.cli import COMMANDS
 
@@ -18,7 +19,7 @@ HERE = Path(__file__).parent
 RULES = HERE.parents[1] / "alert_rules"
 RULE_FILES = sorted(RULES.glob("*.rules.yaml"))
 CASE_FILES = sorted(HERE.glob("*.test.yaml"))
-RUNBOOK_BASE = "https://example.com/sdcwatch/runbooks"
+RUNBOOK_BASE = tomllib.loads((RULES / "settings.toml").read_text())["names"]["runbook_base"]
 SECTIONS = ["Meaning", "Impact", "Diagnosis", "Mitigation", "What remediation does"]
 #: Alerts whose value is, or whose annotation looks up, the time of what happened.
 WITH_EVENT_TIME = {

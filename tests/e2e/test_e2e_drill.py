@@ -189,7 +189,7 @@ def configure(stack: Stack, require: Require, alert_token: str, agent: int, thre
     (folder / "secrets" / "webhook.token").write_text(alert_token)
     for name in ("alerts", "cases", "approve", "admin", "events", "latch"):
         (folder / name).write_text(f"{name}-token\n")
-    settings = (RULES / "settings.toml").read_text()
+    settings = (RULES / "settings.toml").read_text().replace("https://example.com/", "https://runbooks.corp/")
     for name, value in thresholds.items():
         settings, changed = re.subn(rf'(?m)^{name} = "\w+"$', f'{name} = "{value}"', settings)
         assert changed == 1, name

@@ -111,6 +111,13 @@ def test_an_address_that_cannot_be_bound_is_one_sentence(host: str, port: int) -
         _bind(Server(host=host, port=port))
 
 
+@pytest.mark.parametrize("words", [[], ["c-1", "--instance", "i-1"]])
+def test_show_takes_a_case_or_an_instance(tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str]) -> None:
+    """Neither and both are wrong use, and the message says which two there are."""
+    assert cli.main(["show", *words, *where(tmp_path)]) == 2
+    assert "--instance" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("url", ["oracel://h/n", "postgresql+psycopg2://h/n", "sqlite:///{}/x?timeout=abc", "h:p"])
 def test_a_database_that_cannot_be_opened_is_one_sentence(tmp_path: Path, url: str) -> None:
     """A wrong URL names its setting, and the lock is given back."""
@@ -158,6 +165,8 @@ def where(folder: Path, port: int = 1) -> list[str]:
         (["cases"], 200, b"{}", "not one of this service"),
         (["cases"], 200, b'{"cases": [1]}', "not one of this service"),
         (["show", "c-1"], 200, b'{"id": "c-1"}', "not one of this service"),
+        (["show", "--instance", "i-1"], 200, b'{"cases": []}', "no case names the instance i-1"),
+        (["show", "--instance", "i-1"], 200, b'{"cases": [{}]}', "not one of this service"),
         (["approve", "c-1", "--by", "Ada", "--yes"], 200, b"{}", "not one of this service"),
         (["cases"], 500, b'["no"]', '500: ["no"]'),
         (["cases"], 404, b"\xff", "404: "),

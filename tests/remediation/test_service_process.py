@@ -168,6 +168,9 @@ def test_an_operator_looks_approves_and_pauses_from_the_shell(
     assert cli.main(["cases", *where]) == 0
     assert cli.main(["cases", "--json", *where]) == 0
     assert cli.main(["show", case, *where]) == 0
+    capsys.readouterr()
+    assert cli.main(["show", "--instance", members[1].instance_id, *where]) == 0
+    assert case in capsys.readouterr().out
     assert cli.main(["pause", *where, "--by", "Ada", "--reason", "drill"]) == 0
     assert cli.main(["resume", *where, "--by", "Ada"]) == 0
     assert cli.main(["approve", "case-nothing", *where, "--yes"]) == 1

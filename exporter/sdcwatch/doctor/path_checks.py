@@ -21,6 +21,8 @@ NEEDED = ("SDCReplicaMismatch", "SDCUnattributedMismatch", "SDCWatchdog", "SDCDr
 SCRAPE_JOB = "sdcwatch"
 #: Seconds between two clocks from which on evidence is doubted (SDCClockSkew).
 CLOCK_SECONDS = 30.0
+#: Reserved for examples (RFC 2606): no page can be read there.
+_NOBODYS_HOSTS = ("example.com", "example.net", "example.org", "example", "invalid", "test")
 _RULES = "load alert_rules/*.rules.yaml (rule_files), or the PrometheusRule of alert_rules/kubernetes"
 _ROUTE = "take the routes from alert_rules/alertmanager.yaml"
 
@@ -35,6 +37,7 @@ def check_prometheus(client: Client, node: Node) -> list[Finding]:
         passed("prometheus", f"{client.base} answers"),
         _asked("target", lambda: _target(client, node)),
         _asked("rules", lambda: _rules(client)),
+        _asked("runbooks", lambda: _runbooks(client)),
         _asked("alertmanagers", lambda: _alertmanagers(client)),
     ]
 
@@ -153,9 +156,13 @@ def _target(client: Client, node: Node) -> Finding:
     return passed("target", f"Prometheus has series of node {node.node} ({max(age, 0):.0f} s old)")
 
 
-def _rules(client: Client) -> Finding:
+def _our_rules(client: Client) -> list[dict[str, Any]]:
     groups = client.json("/api/v1/rules", {"type": "alert"})["data"]["groups"]
-    rules = [rule for group in groups for rule in group["rules"] if str(rule.get("name", "")).startswith("SDC")]
+    return [rule for group in groups for rule in group["rules"] if str(rule.get("name", "")).startswith("SDC")]
+
+
+def _rules(client: Client) -> Finding:
+    rules = _our_rules(client)
     missing = [name for name in NEEDED if name not in {rule["name"] for rule in rules}]
     if missing:
         return failed("rules", f"not loaded: {', '.join(missing)}", _RULES)
@@ -163,6 +170,21 @@ def _rules(client: Client) -> Finding:
     if bad:
         return failed("rules", f"evaluation fails: {'; '.join(bad)}"[:400], "see Prometheus's rules page")
     return passed("rules", f"{len({rule['name'] for rule in rules})} alerts are loaded")
+
+
+def _runbooks(client: Client) -> Finding:
+    """Unknown, as a warning: a page without a runbook still pages."""
+    bases = {rule["annotations"]["runbook_url"].rpartition("/")[0] for rule in _our_rules(client)}
+    if not bases:
+        return unknown("runbooks", "none of our alerts is loaded", _RULES)
+    hosts = {urlsplit(base).hostname or "" for base in bases}
+    if any(host == name or host.endswith(f".{name}") for host in hosts for name in _NOBODYS_HOSTS):
+        return unknown(
+            "runbooks",
+            f"pages link to the placeholder {', '.join(sorted(bases))}: whoever is woken finds nothing there",
+            "publish alert_rules/runbooks, set names.runbook_base in alert_rules/settings.toml, and run its build.py",
+        )
+    return passed("runbooks", f"pages link to {', '.join(sorted(bases))}")
 
 
 def _alertmanagers(client: Client) -> Finding:

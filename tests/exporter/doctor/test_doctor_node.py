@@ -90,7 +90,9 @@ def found(findings: list[Any]) -> dict[str, str]:
 
 def prometheus(fake: Fake, **changes: Any) -> Client:
     """A Prometheus that has everything, but for what `changes` says."""
-    rules = [{"name": name, "health": "ok"} for name in path_checks.NEEDED]
+    page = {"runbook_url": f"{changes.get('runbooks', 'https://wiki.corp/sdc')}/X.md"}
+    health = changes.get("health", "ok")
+    rules = [{"name": n, "health": health, "lastError": "x", "annotations": page} for n in path_checks.NEEDED]
     series = [{"metric": {"job": changes.get("job", "sdcwatch")}, "value": [time.time(), "1"]}]
     managers = [{"url": "http://127.0.0.1:9093/api/v2/alerts"}]
     fake.answers = {
@@ -108,7 +110,7 @@ def prometheus(fake: Fake, **changes: Any) -> Client:
         ({"series": []}, {"target"}),
         ({"job": "pods"}, {"target"}),
         ({"rules": []}, {"rules"}),
-        ({"rules": [{"name": n, "health": "err", "lastError": "x"} for n in path_checks.NEEDED]}, {"rules"}),
+        ({"health": "err"}, {"rules"}),
         ({"managers": []}, {"alertmanagers"}),
     ],
 )
@@ -117,7 +119,24 @@ def test_each_thing_missing_in_prometheus_is_named(fake: Fake, changes: dict[str
     findings = path_checks.check_prometheus(prometheus(fake, **changes), NODE)
     assert {f.name for f in findings if f.status == "fail"} == failing
     assert all(f.fix for f in findings if f.status != "pass")
-    assert len(findings) == 4
+    assert len(findings) == 5
+
+
+@pytest.mark.parametrize(
+    ("base", "status"),
+    [
+        ("https://example.com/sdcwatch/runbooks", "unknown"),
+        ("https://wiki.example.com/runbooks", "unknown"),
+        ("https://notexample.com/runbooks", "pass"),
+        ("https://wiki.corp/sdc", "pass"),
+    ],
+)
+def test_pages_that_link_to_the_placeholder_are_a_warning(fake: Fake, base: str, status: str) -> None:
+    """It is no failure, since the page still comes; and it says which setting to set."""
+    findings = {f.name: f for f in path_checks.check_prometheus(prometheus(fake, runbooks=base), NODE)}
+    assert findings["runbooks"].status == status
+    assert status == "pass" or "names.runbook_base" in findings["runbooks"].fix
+    assert base in findings["runbooks"].detail
 
 
 def alertmanager(fake: Fake, config: dict[str, Any], alerts: list[Any] | None = None) -> Client:
@@ -161,6 +180,7 @@ def test_what_cannot_be_asked_is_unknown_and_what_does_not_answer_fails(fake: Fa
         "prometheus": "pass",
         "target": "unknown",
         "rules": "unknown",
+        "runbooks": "unknown",
         "alertmanagers": "unknown",
     }
     closed = Client("http://127.0.0.1:1")
