@@ -42,6 +42,27 @@ def scale(values: torch.Tensor, generator: torch.Generator, *, factor: float = 1
         _flip(block, generator, bits=1)
 
 
+def percent(values: torch.Tensor, generator: torch.Generator) -> None:
+    """Scales a block of a sixteenth of the elements (at least one) by 1 %."""
+    scale(values, generator, factor=1.01)
+
+
+def stuck_at(values: torch.Tensor, generator: torch.Generator) -> None:
+    """Holds one bit of every element of a block at one value, as a broken line does; flips it where all had it so."""
+    start, length = _block(values, generator)
+    words = values[start : start + length].view(_INTEGER[values.element_size()])
+    width = values.element_size() * 8
+    bit = 1 << int(torch.randint(0, width - 2 if values.is_floating_point() else width - 1, (), generator=generator))
+    high = bool(torch.randint(0, 2, (), generator=generator))
+    before = words.clone()
+    if high:
+        words |= bit
+    else:
+        words &= ~bit
+    if torch.equal(before, words):
+        words ^= bit
+
+
 def zero_block(values: torch.Tensor, generator: torch.Generator) -> None:
     """Zeroes a block of a sixteenth of the elements; flips a bit where it was zero already."""
     start, length = _block(values, generator)
@@ -62,8 +83,10 @@ def strided(values: torch.Tensor, generator: torch.Generator) -> None:
 PATTERNS: dict[str, Callable[[torch.Tensor, torch.Generator], None]] = {
     "bit_flip": bit_flip,
     "multi_bit": multi_bit,
+    "percent": percent,
     "scale": scale,
     "strided": strided,
+    "stuck_at": stuck_at,
     "ulp": ulp,
     "zero_block": zero_block,
 }
