@@ -159,8 +159,8 @@ WATCHING = (
     ),
     Panel(
         "Refused and lost by agents",
-        "Do agents drop anything? Series refused, lines that could not be read, requests refused, since the agents "
-        "began. Only refused requests may be harmless.",
+        "Do agents drop anything? Series refused, lines that could not be read, requests refused, pushes that the OTLP "
+        "collector did not take, since the agents began. Only refused requests may be harmless.",
         "none",
         [
             Query(
@@ -172,6 +172,7 @@ WATCHING = (
                 "sum by (reason) (sdc_agent_requests_refused_total)",
                 "requests: {{reason}}",
             ),
+            Query('sum by (result) (sdc_agent_otlp_requests_total{result!="taken"})', "OTLP: {{result}}"),
         ],
         width=8,
         minimum=0,

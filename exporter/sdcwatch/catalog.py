@@ -36,6 +36,8 @@ HEAL_OUTCOMES = ("healed", "failed", "refused")
 COVERED = ("yes", "no")
 DROP_REASONS = ("unknown_family", "labels", "foreign_node", "foreign_job", "cap")
 REFUSED_REASONS = ("token", "busy", "request")
+PUSH_SIGNALS = ("metrics", "logs")
+PUSH_RESULTS = ("taken", "refused", "failed")
 
 #: Labels that scrape configurations own; exporting one would make Prometheus rename it or lose ours.
 FORBIDDEN_LABELS = ("job", "instance", "node", "pod", "namespace")
@@ -170,6 +172,10 @@ _METRICS = (
     Metric(
         "sdc_agent_requests_refused_total", "counter", "Requests that were refused, by reason", "", "agent",
         ("reason",), {"reason": REFUSED_REASONS},
+    ),
+    Metric(
+        "sdc_agent_otlp_requests_total", "counter", "Requests to the OTLP collector, by what became of them", "",
+        "agent", ("signal", "result"), {"signal": PUSH_SIGNALS, "result": PUSH_RESULTS},
     ),
 )  # fmt: skip
 

@@ -44,6 +44,11 @@ CATALOG: tuple[Metric, ...] = (
     Metric(
         "sdc_remediation_drill_timestamp_seconds", "gauge", ("drill",), "When a drill's alert arrived; the newest 16."
     ),
-    Metric("sdc_remediation_errors_total", "counter", ("where",), "Rounds or cases that ended in an unexpected error."),
+    Metric(
+        "sdc_remediation_errors_total",
+        "counter",
+        ("where",),
+        "Unexpected errors (case, round); traces not sent.",
+    ),
     Metric("sdc_remediation_last_round_timestamp_seconds", "gauge", (), "When the worker last ended a round."),
 )

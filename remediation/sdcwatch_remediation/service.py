@@ -76,7 +76,12 @@ class Service:
             clock=clock,
         )
         self.worker = Worker(self.context)
-        self.traces = trace_export.make(config.tracing, self.store, pause_seconds=config.worker.poll_seconds)
+        self.traces = trace_export.make(
+            config.tracing,
+            self.store,
+            pause_seconds=config.worker.poll_seconds,
+            failed=lambda: self.telemetry.count("sdc_remediation_errors_total", "traces"),
+        )
         self.telemetry.watch(self._snapshot)
         self._provider_lock = threading.Lock()
         self._provider_seen = (-PROVIDER_CACHE_SECONDS, False)

@@ -14,7 +14,7 @@ import re
 import ssl
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,17 +57,20 @@ class _Wire:
 
 
 class TraceExporter:
-    """The thread that sends traces.
+    """The thread that sends traces; `failed` is called each time one could not be sent.
 
     Raises:
         ConfigError: the endpoint, a file or the extra is wrong or missing.
     """
 
-    def __init__(self, settings: Tracing, store: Store, *, pause_seconds: float) -> None:
+    def __init__(
+        self, settings: Tracing, store: Store, *, pause_seconds: float, failed: Callable[[], None] = lambda: None
+    ) -> None:
         """Check the settings; nothing is sent before `start` or `round`."""
         self._settings = settings
         self._store = store
         self._pause = max(1.0, pause_seconds)
+        self._failed = failed
         self._wire = _load()
         self._url, verify = _target(settings)
         self._http = httpx.Client(
@@ -144,6 +147,8 @@ class TraceExporter:
         return f"status {answer.status_code}", answer.status_code in (400, 413, 415, 422)
 
     def _say(self, problem: str) -> None:
+        if problem:
+            self._failed()
         if problem != self._problem and not self._ending.is_set():
             log.warning("traces are not sent: %s", problem) if problem else log.info("traces are sent again")
             self._problem = problem
@@ -159,9 +164,11 @@ class TraceExporter:
             self._ending.wait(self._pause)
 
 
-def make(settings: Tracing, store: Store, *, pause_seconds: float) -> TraceExporter | None:
+def make(
+    settings: Tracing, store: Store, *, pause_seconds: float, failed: Callable[[], None] = lambda: None
+) -> TraceExporter | None:
     """Return the exporter, or None where no endpoint is set; raises `ConfigError` like `TraceExporter`."""
-    return TraceExporter(settings, store, pause_seconds=pause_seconds) if settings.endpoint else None
+    return TraceExporter(settings, store, pause_seconds=pause_seconds, failed=failed) if settings.endpoint else None
 
 
 def check(settings: Tracing) -> None:

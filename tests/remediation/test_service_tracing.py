@@ -204,6 +204,8 @@ def test_an_outage_delays_a_trace_and_loses_none(rig: Rig, receiver: Receiver) -
     case = replaced(rig)
     assert traces.round() == 0
     assert receiver.tries == 1
+    failures = rig.service.telemetry.registry.get_sample_value("sdc_remediation_errors_total", {"where": "traces"})
+    assert failures == 1, "a trace that is not sent is seen"
     with socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))
         assert traced(rig, f"http://127.0.0.1:{nobody.getsockname()[1]}").round() == 0

@@ -84,6 +84,11 @@ class Collector:
         self._journals: dict[Path, _Journal] = {}
         self._lock = threading.Lock()
 
+    @property
+    def tally(self) -> Tally:
+        """What this agent counts about itself."""
+        return self._tally
+
     def collect(self) -> Snapshot:
         """Reads, merges and renders."""
         with self._lock:
@@ -164,6 +169,10 @@ class Collector:
             ("sdc_agent_requests_refused_total", tally.refused),
         ):
             rows += [row(name, counts[reason], reason=reason) for reason in METRICS[name].enums["reason"]]
+        pushes = METRICS["sdc_agent_otlp_requests_total"]
+        for signal in pushes.enums["signal"]:
+            for result in pushes.enums["result"]:
+                rows.append(row(pushes.name, tally.pushed[signal, result], signal=signal, result=result))
         if self._state.last_scrape is not None:
             rows.append(row("sdc_agent_last_scrape_timestamp_seconds", self._state.last_scrape))
         return rows

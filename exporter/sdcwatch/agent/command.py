@@ -30,7 +30,7 @@ from sdcwatch.agent.rank_file import RankFileReader
 from sdcwatch.agent.server import AgentServer, tls_context
 from sdcwatch.agent.state import AgentLock, StateFile
 from sdcwatch.agent.tally import Tally
-from sdcwatch.agent.tokens import Token
+from sdcwatch.agent.tokens import Credential, Password, Token
 from sdcwatch.errors import ConfigurationError, SpoolError
 from sdcwatch.settings import Settings
 from sdcwatch.spool.folders import prepare_user_root
@@ -49,6 +49,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--events-token-file", help="opens GET /events to bearers of the token in this file")
     add("--latch-token-file", help="opens POST /latch/release to bearers of the token in this file")
     add("--metrics-token-file", help="asks for the token in this file on GET /metrics")
+    add("--metrics-user", metavar="NAME", help="admits this user on GET /metrics too (HTTP basic)")
+    add("--metrics-password-file", metavar="FILE", help="password of --metrics-user")
     add("--tls-cert", help="certificate chain (PEM); with --tls-key turns TLS on")
     add("--tls-key", help="private key (PEM)")
     add("--node", help="name of this node (SDCWATCH_NODE, Slurm's, the host name)")
@@ -142,25 +144,28 @@ def dies_with_job() -> bool:
 
 def _secrets(
     arguments: argparse.Namespace, settings: Settings
-) -> tuple[Token | None, Token | None, Token | None, ssl.SSLContext | None]:
+) -> tuple[Token | None, Token | None, tuple[Credential, ...], ssl.SSLContext | None]:
     if bool(arguments.tls_cert) != bool(arguments.tls_key):
         raise ConfigurationError("--tls-cert and --tls-key belong together")
-    metrics_file = arguments.metrics_token_file
-    if not _is_loopback(settings.agent_host) and not (metrics_file and arguments.tls_cert):
+    if bool(arguments.metrics_user) != bool(arguments.metrics_password_file):
+        raise ConfigurationError("--metrics-user and --metrics-password-file belong together")
+    asks = arguments.metrics_token_file or arguments.metrics_user
+    if not _is_loopback(settings.agent_host) and not (asks and arguments.tls_cert):
         raise ConfigurationError(
-            f"--host {settings.agent_host} can be reached from other machines: give --metrics-token-file and "
-            "--tls-cert with --tls-key too, or stay on 127.0.0.1"
+            f"--host {settings.agent_host} can be reached from other machines: give --metrics-token-file (or "
+            "--metrics-user with --metrics-password-file) and --tls-cert with --tls-key too, or stay on 127.0.0.1"
         )
-    events, latch, metrics = (
+    events, latch = (
         Token(path, purpose) if path else None
-        for path, purpose in (
-            (settings.events_token_file, "events"),
-            (settings.latch_token_file, "latch"),
-            (metrics_file, "metrics"),
-        )
+        for path, purpose in ((settings.events_token_file, "events"), (settings.latch_token_file, "latch"))
     )
+    metrics: list[Credential] = []
+    if arguments.metrics_token_file:
+        metrics.append(Token(arguments.metrics_token_file, "metrics"))
+    if arguments.metrics_user:
+        metrics.append(Password(arguments.metrics_user, arguments.metrics_password_file))
     context = tls_context(arguments.tls_cert, arguments.tls_key) if arguments.tls_cert else None
-    return events, latch, metrics, context
+    return events, latch, tuple(metrics), context
 
 
 def _pushing(

@@ -22,7 +22,7 @@ from sdcwatch.agent.node import Node
 from sdcwatch.agent.server import IO_SECONDS
 from sdcwatch.agent.state import StateFile
 from sdcwatch.agent.tally import Tally
-from sdcwatch.agent.tokens import Token
+from sdcwatch.agent.tokens import Credential, Password, Token
 from sdcwatch.spool.reader import read_event_lines
 
 SCHEMA = 1
@@ -34,14 +34,14 @@ SCRAPE_HEADER = "X-Prometheus-Scrape-Timeout-Seconds"
 
 @dataclass(frozen=True, slots=True)
 class Routes:
-    """What the handler serves. A token that is None closes its road (`metrics_token` opens it: loopback only)."""
+    """What the handler serves. A token that is None closes its road; without `metrics`, `/metrics` is open to all."""
 
     user_root: Path
     node: Node
     collector: Collector
     state: StateFile
     tally: Tally
-    metrics_token: Token | None
+    metrics: tuple[Credential, ...]
     events_token: Token | None
     latch_token: Token | None
 
@@ -81,7 +81,7 @@ class AgentHandler(BaseHTTPRequestHandler):
 
     def _metrics(self) -> None:
         routes = self.routes
-        if routes.metrics_token is not None and not self._admitted(routes.metrics_token, "--metrics-token-file"):
+        if routes.metrics and not self._admits(routes.metrics):
             return
         snapshot = routes.collector.collect()
         if openmetrics.wanted(self.headers.get("Accept")):
@@ -136,10 +136,17 @@ class AgentHandler(BaseHTTPRequestHandler):
         if token is None:
             self._fail(403, f"closed: start the agent with {option} to open it")
             return False
-        if token.admits(self.headers.get("Authorization")):
+        return self._admits((token,))
+
+    def _admits(self, credentials: tuple[Credential, ...]) -> bool:
+        given = self.headers.get("Authorization")
+        admitted = [credential.admits(given) for credential in credentials]
+        if any(admitted):
             return True
         self.routes.tally.refuse("token")
-        self._json(401, {"error": "missing or wrong bearer token"}, ("WWW-Authenticate", "Bearer"))
+        basic = any(isinstance(credential, Password) for credential in credentials)
+        challenge = 'Basic realm="sdcwatch"' if basic else "Bearer"
+        self._json(401, {"error": "missing or wrong credential"}, ("WWW-Authenticate", challenge))
         return False
 
     def _fail(self, status: int, sentence: str) -> None:

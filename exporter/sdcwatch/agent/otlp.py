@@ -158,6 +158,7 @@ class Pusher:
         if seconds <= 0:
             return otlp_senders.Answer("failed", _ENDING)
         answer = self._sender.send(signal, request, seconds)
+        self._collector.tally.push(signal, answer.result)
         self._wait = max(self._wait, answer.wait)
         if answer.result == "taken" and answer.reason:
             self._say(f"of {signal}, {answer.reason}")

@@ -12,6 +12,7 @@ class Tally:
     Attributes:
         dropped: series refused, by reason (catalog.DROP_REASONS).
         refused: requests refused, by reason (catalog.REFUSED_REASONS).
+        pushed: OTLP requests, by signal and what became of them (catalog.PUSH_SIGNALS, catalog.PUSH_RESULTS).
         parse_errors: lines of rank files that could not be read.
         expired: files of dead epochs that were removed.
     """
@@ -20,6 +21,7 @@ class Tally:
         self._lock = threading.Lock()
         self.dropped: Counter[str] = Counter()
         self.refused: Counter[str] = Counter()
+        self.pushed: Counter[tuple[str, str]] = Counter()
         self.parse_errors = 0
         self.expired = 0
 
@@ -30,6 +32,10 @@ class Tally:
     def refuse(self, reason: str) -> None:
         with self._lock:
             self.refused[reason] += 1
+
+    def push(self, signal: str, result: str) -> None:
+        with self._lock:
+            self.pushed[signal, result] += 1
 
     def unreadable(self, lines: int) -> None:
         with self._lock:

@@ -1,63 +1,123 @@
-"""Bearer tokens from files: one secret a purpose, read afresh when the file changes, compared in constant time.
+"""Secrets from files: bearer tokens and one scrape user's password, read afresh when a file changes.
 
-Never logs a token, and treats a file that became blank, unreadable or no printable ASCII as "nobody may".
-Standard library only.
+One rule for every such file, the same as the remediation service's (docs/contracts.md, Token files): one secret a line,
+two at once while rotating, printable ASCII without blanks. A file that cannot be used stops the start; one that cannot
+be used later changes nothing, since a file that is being rewritten must not lock everybody out. Comparisons take
+constant time, and no secret is ever logged. Standard library only. Flow: command -> **tokens** -> handler.
 """
 
 from __future__ import annotations
 
+import base64
+import binascii
+import contextlib
 import hmac
+import threading
 from pathlib import Path
+from typing import Protocol
 
 from sdcwatch.errors import ConfigurationError
 
 _LONGEST = 4096
 
 
-class Token:
-    """The token in one file.
+class Credential(Protocol):
+    """What admits a request."""
+
+    def admits(self, authorization: str | None) -> bool:
+        """True when this Authorization header carries it."""
+
+
+class SecretFile:
+    """The one or two secrets in one file; safe to ask from several threads.
 
     Raises:
-        ConfigurationError: the file cannot be read, holds nothing, or holds what no HTTP header carries unchanged.
+        ConfigurationError: the file cannot be read, or holds none, more than two, or what no HTTP header carries.
     """
 
     def __init__(self, path: Path | str, purpose: str) -> None:
         self._path = Path(path)
-        self._version: tuple[int, int, int] | None = None
-        self._secret = b""
+        self._what = f"{purpose} file {path}"
+        self._lock = threading.Lock()
         try:
-            self._load()
+            self._stamp, self._secrets = self._look(), self._read()
         except OSError as error:
-            raise ConfigurationError(f"{purpose} token file {path}: {error.strerror or error}") from error
-        if not _is_printable(self._secret):
+            raise ConfigurationError(f"{self._what}: {error.strerror or error}") from error
+
+    def holds(self, offered: bytes) -> bool:
+        """Whether one of the secrets is this one."""
+        # A mounted secret is rotated under a running agent.
+        with self._lock, contextlib.suppress(OSError, ConfigurationError):
+            stamp = self._look()
+            if stamp != self._stamp:
+                self._secrets, self._stamp = self._read(), stamp
+        same = [hmac.compare_digest(offered, secret) for secret in self._secrets]
+        return any(same)
+
+    def first(self) -> str:
+        """The secret to send to somebody else."""
+        return self._secrets[0].decode("ascii")
+
+    def _look(self) -> tuple[int, int, int]:
+        facts = self._path.stat()
+        return facts.st_ino, facts.st_size, facts.st_mtime_ns
+
+    def _read(self) -> tuple[bytes, ...]:
+        with self._path.open("rb") as stream:
+            found = tuple(stream.read(_LONGEST).split())
+        if not found:
             raise ConfigurationError(
-                f"{purpose} token file {path} holds more than one line of printable ASCII; write a secret into it: "
-                f"openssl rand -hex 32 > {path}"
+                f"{self._what} is blank; write a secret into it: openssl rand -hex 32 > {self._path}"
             )
-        if not self._secret:
+        if not all(0x21 <= byte <= 0x7E for secret in found for byte in secret):
             raise ConfigurationError(
-                f"{purpose} token file {path} is blank; write a secret into it: openssl rand -hex 32 > {path}"
+                f"{self._what} holds something else than printable ASCII, which no client could send; write a secret "
+                f"into it: openssl rand -hex 32 > {self._path}"
             )
+        if len(found) > 2:
+            raise ConfigurationError(
+                f"{self._what} holds {len(found)} secrets; write one a line, two at once while rotating"
+            )
+        return found
+
+
+class Token:
+    """A bearer token.
+
+    Raises:
+        ConfigurationError: as `SecretFile`.
+    """
+
+    def __init__(self, path: Path | str, purpose: str) -> None:
+        self._file = SecretFile(path, f"{purpose} token")
 
     def admits(self, authorization: str | None) -> bool:
         """True when an Authorization header carries this token as a bearer."""
-        try:
-            self._load()  # a mounted secret is rotated under a running agent
-        except OSError:
-            self._secret, self._version = b"", None
         scheme, _, given = (authorization or "").partition(" ")
-        offered = given.strip().encode("utf-8", errors="replace")
-        same = hmac.compare_digest(offered, self._secret)
-        return same and bool(self._secret) and _is_printable(self._secret) and scheme.lower() == "bearer"
-
-    def _load(self) -> None:
-        facts = self._path.stat()
-        version = (facts.st_ino, facts.st_size, facts.st_mtime_ns)
-        if version != self._version:
-            with self._path.open("rb") as stream:
-                self._secret = stream.read(_LONGEST).strip()
-            self._version = version
+        same = self._file.holds(given.strip().encode("utf-8", errors="replace"))
+        return same and scheme.lower() == "bearer"
 
 
-def _is_printable(secret: bytes) -> bool:
-    return all(0x20 <= byte <= 0x7E for byte in secret)
+class Password:
+    """One user with a password (HTTP basic authentication), for scrapers that know nothing else.
+
+    Raises:
+        ConfigurationError: as `SecretFile`, or the user's name cannot stand in a header.
+    """
+
+    def __init__(self, user: str, path: Path | str) -> None:
+        if not user or ":" in user or not (user.isascii() and user.isprintable()):
+            raise ConfigurationError(f"--metrics-user {user!r}: write a name of printable ASCII without a colon")
+        self._user = user.encode("ascii")
+        self._file = SecretFile(path, "metrics password")
+
+    def admits(self, authorization: str | None) -> bool:
+        """True when an Authorization header carries this user and password."""
+        scheme, _, given = (authorization or "").partition(" ")
+        try:
+            user, _, password = base64.b64decode(given.strip(), validate=True).partition(b":")
+        except (binascii.Error, ValueError):
+            user = password = b""
+        # Both are compared whatever the other says, so that the time taken tells nothing.
+        known, right = hmac.compare_digest(user, self._user), self._file.holds(password)
+        return known and right and scheme.lower() == "basic"

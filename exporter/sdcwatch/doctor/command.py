@@ -31,6 +31,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--alertmanager", metavar="URL", help="the Alertmanager that it sends to")
     add("--service", metavar="URL", help="the remediation service")
     add("--metrics-token-file", metavar="FILE", help="token of the agent's /metrics")
+    add("--metrics-user", metavar="NAME", help="user of the agent's /metrics, where it asks for a password")
+    add("--metrics-password-file", metavar="FILE", help="password of --metrics-user")
     add("--prometheus-token-file", metavar="FILE", help="bearer token for Prometheus, where it asks for one")
     add("--alertmanager-token-file", metavar="FILE", help="bearer token for Alertmanager, where it asks for one")
     add("--service-token-file", metavar="FILE", help="token of the service that may read cases")
@@ -48,9 +50,12 @@ def main(arguments: argparse.Namespace) -> int:
     """
     if arguments.drill_timeout <= 0:
         raise ConfigurationError("--drill-timeout must be more than 0 seconds")
+    if bool(arguments.metrics_user) != bool(arguments.metrics_password_file):
+        raise ConfigurationError("--metrics-user and --metrics-password-file belong together")
     settings = Settings.load({"spool_dir": arguments.spool_dir})
     ca_file = arguments.ca_file
-    view = node_checks.look(settings, arguments.agent, arguments.metrics_token_file, ca_file)
+    secret = arguments.metrics_password_file or arguments.metrics_token_file
+    view = node_checks.look(settings, arguments.agent, secret, ca_file, user=arguments.metrics_user)
     prometheus = _client(arguments.prometheus, arguments.prometheus_token_file, ca_file)
     alertmanager = _client(arguments.alertmanager, arguments.alertmanager_token_file, ca_file)
     service = _client(arguments.service, arguments.service_token_file, ca_file)

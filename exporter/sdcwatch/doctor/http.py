@@ -6,6 +6,7 @@ library only. Flow: node_checks, path_checks, drill -> **http** -> agent, Promet
 
 from __future__ import annotations
 
+import base64
 import ipaddress
 import json
 import ssl
@@ -17,9 +18,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from http.client import HTTPException, HTTPMessage
-from pathlib import Path
 from typing import IO, Any
 
+from sdcwatch.agent.tokens import SecretFile
 from sdcwatch.errors import ConfigurationError
 
 #: Seconds for connecting and for each read; a whole answer may take twice as long.
@@ -63,14 +64,16 @@ class Client:
 
     Args:
         base: http or https URL, with or without a path before the API's own.
-        token_file: file with a bearer token, or None.
+        token_file: file with a bearer token, or with the password of `user`; None: no credential.
         ca_file: PEM certificates to trust for https, or None for the system's.
 
     Raises:
         ConfigurationError: the URL or a file cannot be used.
     """
 
-    def __init__(self, base: str, token_file: str | None = None, ca_file: str | None = None) -> None:
+    def __init__(
+        self, base: str, token_file: str | None = None, ca_file: str | None = None, *, user: str | None = None
+    ) -> None:
         parts = urllib.parse.urlsplit(base)
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
             raise ConfigurationError(f"{base!r} is no http or https URL: write for example http://127.0.0.1:9090")
@@ -82,7 +85,9 @@ class Client:
         try:
             self.port = parts.port or (443 if parts.scheme == "https" else 80)
             if token_file:
-                self._headers["Authorization"] = f"Bearer {Path(token_file).read_text(encoding='utf-8').strip()}"
+                secret = SecretFile(token_file, "password" if user else "token").first()
+                basic = base64.b64encode(f"{user}:{secret}".encode()).decode("ascii")
+                self._headers["Authorization"] = f"Basic {basic}" if user else f"Bearer {secret}"
             context = ssl.create_default_context(cafile=ca_file)
         except (OSError, ValueError) as error:
             raise ConfigurationError(f"{base}: cannot use {token_file or ca_file or 'this port'}: {error}") from error

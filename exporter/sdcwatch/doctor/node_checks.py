@@ -47,7 +47,12 @@ class NodeView:
 
 
 def look(
-    settings: Settings, agent_url: str | None = None, token_file: str | None = None, ca_file: str | None = None
+    settings: Settings,
+    agent_url: str | None = None,
+    token_file: str | None = None,
+    ca_file: str | None = None,
+    *,
+    user: str | None = None,
 ) -> NodeView:
     """Reads what stands in the spool.
 
@@ -61,7 +66,7 @@ def look(
         # Beyond loopback an agent has TLS, always.
         host = f"[{state.host}]" if ":" in state.host else state.host
         url = f"{'http' if is_loopback(state.host) else 'https'}://{host}:{state.port}"
-    client = Client(url, token_file, ca_file) if url else None
+    client = Client(url, token_file, ca_file, user=user) if url else None
     return NodeView(root, written_node(root) or nodes.take(settings), state, client)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import socket
 import ssl
@@ -74,7 +75,7 @@ def test_a_road_without_a_token_is_closed(agent: Make) -> None:
 
 
 def test_a_rotated_token_is_taken_up(agent: Make, token_file: Make) -> None:
-    """A mounted secret changes under a running agent; a blank one admits nobody."""
+    """A mounted secret changes under a running agent; one that is being rewritten goes on as it was last read."""
     running = agent("--events-token-file", token_file("events", "old"))
     assert running.ask("GET", "/events", token="old")[0] == 200
     token_file("events", "newer")
@@ -82,6 +83,39 @@ def test_a_rotated_token_is_taken_up(agent: Make, token_file: Make) -> None:
     assert running.ask("GET", "/events", token="newer")[0] == 200
     token_file("events", "")
     assert running.ask("GET", "/events", headers={"Authorization": "Bearer "})[0] == 401
+    assert running.ask("GET", "/events", token="newer")[0] == 200
+    token_file("events", "newest\nnewer")
+    assert [running.ask("GET", "/events", token=t)[0] for t in ("newest", "newer", "old")] == [200, 200, 401]
+
+
+def basic(user: str, password: str) -> dict[str, str]:
+    return {"Authorization": f"Basic {base64.b64encode(f'{user}:{password}'.encode()).decode()}"}
+
+
+def test_a_scraper_with_a_password_gets_the_metrics_and_nothing_else(agent: Make, token_file: Make) -> None:
+    """User and password both must fit, a rotated password is taken up, and the other roads stay closed to them."""
+    options = ("--metrics-user", "prometheus", "--metrics-password-file", token_file("password", "p-secret"))
+    running = agent(*options, "--events-token-file", token_file("events", "e-secret"))
+    assert "sdc_build_info" in running.metrics(**basic("prometheus", "p-secret"))
+    wrong = [*WRONG, basic("prometheus", "x"), basic("x", "p-secret"), basic("", ""), {"Authorization": "Basic %"}]
+    wrong += [{"Authorization": "Bearer p-secret"}, {"Authorization": "Basic p-secret"}]
+    for headers in wrong:
+        assert running.ask("GET", "/metrics", headers=headers)[0] == 401, headers
+    assert running.ask("GET", "/events", headers=basic("prometheus", "p-secret"))[0] == 401
+    token_file("password", "another")
+    assert running.ask("GET", "/metrics", headers=basic("prometheus", "p-secret"))[0] == 401
+    assert running.ask("GET", "/metrics", headers=basic("prometheus", "another"))[0] == 200
+
+
+def test_a_token_and_a_password_admit_side_by_side(agent: Make, token_file: Make) -> None:
+    """While one scraper still has the token, another may come with the password."""
+    running = agent(
+        "--metrics-token-file", token_file("metrics", "m-secret"),
+        "--metrics-user", "prometheus", "--metrics-password-file", token_file("password", "p-secret"),
+    )  # fmt: skip
+    assert running.ask("GET", "/metrics", token="m-secret")[0] == 200
+    assert running.ask("GET", "/metrics", headers=basic("prometheus", "p-secret"))[0] == 200
+    assert running.ask("GET", "/metrics")[0] == 401
 
 
 def test_a_since_that_is_no_time_is_400(guarded: Any) -> None:

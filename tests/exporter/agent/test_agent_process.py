@@ -123,12 +123,29 @@ def test_a_blank_token_file_refuses_to_start(refused: Make, token_file: Make) ->
     assert "blank" in said
 
 
-@pytest.mark.parametrize("secret", ["schl\u00fcssel", "two\nlines", "a\x00b"])
+@pytest.mark.parametrize("secret", ["schl\u00fcssel", "a\x00b"])
 def test_a_token_that_no_header_carries_refuses_to_start(refused: Make, token_file: Make, secret: str) -> None:
     """Nobody could ever present it; better told at start than by a 401 at three in the morning."""
     status, said = refused("--events-token-file", token_file("events", secret))
     assert status == 2
     assert "printable ASCII" in said
+
+
+def test_more_than_two_secrets_in_a_file_refuse_to_start(refused: Make, token_file: Make) -> None:
+    """Two are a rotation; three are a mistake."""
+    status, said = refused("--events-token-file", token_file("events", "one\ntwo\nthree"))
+    assert status == 2
+    assert "two at once while rotating" in said
+
+
+def test_a_user_without_a_password_refuses_to_start(refused: Make, token_file: Make) -> None:
+    """And the other way round; neither is guessed at."""
+    for options in (("--metrics-user", "p"), ("--metrics-password-file", token_file("password", "x"))):
+        status, said = refused(*options)
+        assert status == 2
+        assert "belong together" in said
+    status, said = refused("--metrics-user", "a:b", "--metrics-password-file", token_file("password", "x"))
+    assert (status, "without a colon" in said) == (2, True)
 
 
 def test_sigterm_ends_it_cleanly(agent: Make, root: Path) -> None:

@@ -201,6 +201,20 @@ def test_an_event_of_the_last_moment_is_pushed_before_the_agent_ends(receiver: A
     assert ids(receiver) == numbered(9)
 
 
+def pushed(running: Any, signal: str, result: str) -> float:
+    """What the agent's own scrape says of its pushes."""
+    (found,) = [
+        sample.value
+        for family in text_string_to_metric_families(
+            running.metrics(Accept="application/openmetrics-text; version=1.0.0")
+        )
+        for sample in family.samples
+        if sample.name == "sdc_agent_otlp_requests_total"
+        and (sample.labels["signal"], sample.labels["result"]) == (signal, result)
+    ]
+    return found
+
+
 def test_an_outage_loses_nothing(receiver: Any, http_options: Any, agent: Make, rank: Make) -> None:
     """An agent that met only refusals leaves the cursor alone; the next one sends everything, once."""
     receiver.refuse = lambda signal, request: 503
@@ -208,12 +222,17 @@ def test_an_outage_loses_nothing(receiver: Any, http_options: Any, agent: Make, 
     write(mine, line(1))
     running = agent(*http_options)
     assert "events are not sent: status 503" in running.process.stderr.readline()
+    assert pushed(running, "logs", "failed") > 0
+    assert pushed(running, "logs", "taken") == pushed(running, "metrics", "taken") == 0
     running.kill()
     write(mine, line(2))
     receiver.refuse = lambda signal, request: 200
-    agent(*http_options)
+    running = agent(*http_options)
     receiver.until(lambda: len(ids(receiver)) == 2)
     receiver.next_snapshot()
+    assert pushed(running, "logs", "taken") == 1
+    assert pushed(running, "metrics", "taken") > 0
+    assert pushed(running, "logs", "failed") == pushed(running, "metrics", "failed") == 0
     assert ids(receiver) == numbered(1, 2)
 
 
