@@ -23,6 +23,8 @@ import torch.distributed as dist
 
 from sdcwatch import environment
 from sdcwatch.agent.start import ensure_agent
+from sdcwatch.checkpoints import resume, state
+from sdcwatch.checkpoints.record import StateDigests
 from sdcwatch.checkpoints.trust import CheckpointTrust
 from sdcwatch.checks.conservation import undefined
 from sdcwatch.checks.replay import LossFunction
@@ -89,9 +91,12 @@ class Monitor:
         optimizer: the one that steps the model's parameters.
         loss_fn: `loss_fn(model, batch) -> scalar loss`; None turns replay off, visibly.
         scaler: the GradScaler, where one is used: scales that drift apart are then said to be software, not hardware.
+        resumed_from: the checkpoint that model and optimizer were loaded from (what `resume_point` gave, or its path):
+            every rank's state is then compared with it before the first step. See also `verify_resume`.
         **settings: fields of `Settings`; each may also stand in `SDCWATCH_*` or `sdcwatch.toml`.
 
     Raises:
+        CheckpointError: some rank does not hold the state of `resumed_from`; the same error on all ranks.
         ConfigurationError: something cannot work; the same error on all ranks.
         SpoolError: the spool cannot be used.
         SystemExit: status 86, a latch or quarantine stands.
@@ -104,9 +109,11 @@ class Monitor:
         *,
         loss_fn: LossFunction | None = None,
         scaler: torch.amp.GradScaler | None = None,
+        resumed_from: resume.ResumedFrom = None,
         **settings: Any,
     ) -> None:
         self._model = model
+        self._resumed_from = resumed_from
         self._loss_fn = loss_fn
         self._epoch: Epoch | None = None
         self._trust: CheckpointTrust | None = None
@@ -215,6 +222,11 @@ class Monitor:
             kept=settings.verdicts_kept,
             interval=settings.metrics_interval,
         )
+        try:
+            resume.require(exchange, reporter, self._resumed_from, named_parameters(watched), watched.optimizer)
+        except CheckpointError:
+            spool.close()
+            raise
         halt = Halt(
             reporter,
             checkpoint_dir=Path(settings.checkpoint_dir) if settings.checkpoint_dir else None,
@@ -246,6 +258,16 @@ class Monitor:
     def enabled(self) -> bool:
         """False where the monitor is a no-op."""
         return self._epoch is not None
+
+    @property
+    def epoch(self) -> str | None:
+        """Id of this membership, the same on all ranks; None where the monitor is off."""
+        return self._epoch.membership.epoch if self._epoch else None
+
+    @property
+    def newest_step(self) -> int | None:
+        """The number that the newest `step()` was given; None before the first, or where the monitor is off."""
+        return self._step
 
     @property
     def verdicts(self) -> tuple[Verdict, ...]:
@@ -356,7 +378,46 @@ class Monitor:
         if self._step is None:
             raise CheckpointError("no step has run: there is no state to save yet")
         assert self._trust is not None
-        self._trust.save(Path(path), save_fn, step=self._step, then=self._phase)
+        self._trust.save(Path(path), save_fn, step=self._step, then=self._phase, state=self._state_of(self._step))
+
+    def note_checkpoint(self, path_or_url: str | os.PathLike[str], step: int, *, when: Any = None) -> None:
+        """Notes a checkpoint that somebody else wrote or is still writing; call it on every rank, returns at once.
+
+        The lowest rank writes a manifest beside it (for a URL: into `checkpoint_dir`), which is completed once the data
+        is whole and hashed, on a thread of its own. Until then nothing resumes from it. Not collective.
+
+        Args:
+            path_or_url: a file, a folder of shards, or either behind a URL that fsspec knows.
+            step: the last completed step that it holds. Called in the same step, the state's fingerprints are kept too.
+            when: what `torch.distributed.checkpoint.async_save` returned, or another future; None: it is whole.
+
+        Raises:
+            ConfigurationError: no step number, a URL without `checkpoint_dir`, or `when` is no future.
+        """
+        step = _step_number(step)
+        if self._epoch is not None:
+            assert self._trust is not None
+            self._trust.note(path_or_url, step=step, when=when, state=self._state_of(step))
+
+    def verify_resume(self, resumed_from: resume.ResumedFrom) -> None:
+        """Compares every rank's parameters and optimizer state with the checkpoint that they were loaded from.
+
+        For loops that load after the monitor was made; `Monitor(..., resumed_from=...)` does the same at start.
+        Collective: call it on every rank, between two steps.
+
+        Raises:
+            CheckpointError: some rank does not hold that state; the same error on all ranks.
+        """
+        if self._epoch is not None:
+            epoch = self._epoch
+            parameters = named_parameters(epoch.watched)
+            resume.require(epoch.exchange, epoch.reporter, resumed_from, parameters, epoch.watched.optimizer)
+
+    def _state_of(self, step: int) -> StateDigests | None:
+        """Fingerprints of the state as it is now, on the rank that writes; None where it moved on."""
+        if self._epoch is None or self._trust is None or not self._trust.writes or step != self._step:
+            return None
+        return state.measure(named_parameters(self._epoch.watched), self._epoch.watched.optimizer)
 
     def close(self) -> None:
         """Ends the epoch: swaps the last rows through the store (10 s at most), writes, removes all hooks.
@@ -373,10 +434,17 @@ class Monitor:
             epoch.finish(timedelta(seconds=CLOSE_SECONDS))
         finally:
             epoch.close()
+            if self._trust is not None and epoch.halt.standing:
+                self._trust.halt()
             epoch.reporter.state("halted" if epoch.halt.standing else "finished")
             spool, epoch.reporter.spool = epoch.reporter.spool, None
             if spool is not None:
                 spool.close()
+
+
+def named_parameters(watched: Watched) -> list[tuple[str, torch.nn.Parameter]]:
+    """The replicated parameters by name, as manifests have them."""
+    return start.replicated_parameters(watched.ddp)
 
 
 def _step_number(step: Any) -> int:

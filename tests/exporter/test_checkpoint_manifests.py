@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
 import pytest
+from sdcwatch.checkpoints import content as contents
 from sdcwatch.checkpoints import manifest as checkpoint
+from sdcwatch.checkpoints import record as records
 from sdcwatch.cli import main
 from sdcwatch.errors import CheckpointError
 from sdcwatch.latch import files as latches
@@ -28,7 +31,9 @@ def test_manifest_is_the_contract_record(tmp_path: Path) -> None:
     """Keys, digests and the first trust are those of docs/contracts.md."""
     record = store(tmp_path, 5)
     content = json.loads((tmp_path / "step-000005.pt.manifest.json").read_text())
-    assert set(content) == {"schema", "step", "files", "trust", "epoch", "training_job", "time"}
+    assert set(content) == {
+        "schema", "step", "files", "trust", "epoch", "training_job", "time", "location", "state", "sha256",
+    }  # fmt: skip
     assert (content["schema"], content["step"], content["trust"]) == (1, 5, "candidate")
     assert content["files"]["step-000005.pt"]["bytes"] == len(b"weights of step 5")
     assert checkpoint.verify(record.path) == record
@@ -48,6 +53,29 @@ def test_failed_save_leaves_the_old_checkpoint_and_nothing_else(tmp_path: Path) 
         checkpoint.save(record.path, lambda path: None, step=6, epoch="e1", job="job")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-000005.pt", "step-000005.pt.manifest.json"]
     assert checkpoint.verify(record.path) == record
+
+
+def test_a_crash_between_manifest_and_data_keeps_the_checkpoint_that_was_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`latest.pt` is overwritten again and again: a kill before the rename leaves the old one, with its own trust."""
+    store(tmp_path, 5)
+    checkpoint.promote(tmp_path, 5, 5, epoch="e1")
+    path = tmp_path / "step-000005.pt"
+
+    def killed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(contents, "swap_in", killed)
+    with pytest.raises(KeyboardInterrupt):
+        checkpoint.save(path, lambda p: p.write_bytes(b"step 9"), step=9, epoch="e2", job="job")
+    monkeypatch.undo()
+    found = checkpoint.last_clean(tmp_path, "verified")
+    assert found is not None
+    assert (found.step, found.trust, checkpoint.verify(path).step) == (5, "verified", 5)
+    assert checkpoint.taint(tmp_path, 7, "the new one would be too new, and never arrived") == ()
+    checkpoint.save(path, lambda p: p.write_bytes(b"step 9"), step=9, epoch="e2", job="job")
+    assert (checkpoint.verify(path).step, checkpoint.verify(path).trust) == (9, "candidate")
 
 
 def test_folder_checkpoint_is_saved_replaced_and_verified(tmp_path: Path) -> None:
@@ -92,9 +120,8 @@ def test_damaged_checkpoint_is_refused_and_passed_over(tmp_path: Path, damage: s
     elif damage == "bad manifest":
         manifest.write_text("{")
     else:
-        content = json.loads(manifest.read_text())
-        content["files"] = {"../../x": {"bytes": 1, "sha256": ""}}
-        manifest.write_text(json.dumps(content))
+        outside = dataclasses.replace(checkpoint.verify(bad), files=(checkpoint.FileDigest("../../x", 1, ""),))
+        records.write(outside)
     with pytest.raises(CheckpointError, match=r"step-000010"):
         checkpoint.verify(bad)
     found = checkpoint.last_clean(tmp_path, "verified")
@@ -204,7 +231,9 @@ def test_command_lists_verifies_and_chooses(tmp_path: Path, capsys: pytest.Captu
     assert "intact" in said.out
     assert "step-000010.pt differs" in said.err
     assert main(["checkpoints", "last-clean", str(tmp_path)]) == 0
-    assert capsys.readouterr().out.strip().endswith("step-000005.pt")
+    said = capsys.readouterr()
+    assert said.out.strip() == str(tmp_path / "step-000005.pt")
+    assert "step 5, verified, bytes intact" in said.err
     assert main(["checkpoints", "taint", str(tmp_path), "--newer-than", "4", "--reason", "r"]) == 0
     assert main(["checkpoints", "last-clean", str(tmp_path)]) == 1
     assert main(["checkpoints", "prune", str(tmp_path), "--keep", "0"]) == 2

@@ -71,6 +71,8 @@ def _record(record: checkpoint.CheckpointRecord) -> dict[str, object]:
         "training_job": record.training_job,
         "time": record.time,
         "bytes": sum(f.bytes for f in record.files),
+        "location": record.location,
+        "pending": record.pending,
     }
 
 
@@ -81,7 +83,9 @@ def _list(directory: Path, as_json: bool) -> int:
     else:
         for r in records:
             when = datetime.fromtimestamp(r.time, timezone.utc).strftime("%Y-%m-%d %H:%M:%S")
-            print(f"{r.step:>9}  {r.trust:<9}  {sum(f.bytes for f in r.files):>14} bytes  {when}  {r.path.name}")
+            trust = "pending" if r.pending else r.trust
+            name = r.location or r.path.name
+            print(f"{r.step:>9}  {trust:<9}  {sum(f.bytes for f in r.files):>14} bytes  {when}  {name}")
     for problem in problems:
         print(f"sdcwatch checkpoints: {problem}", file=sys.stderr)
     return 1 if problems else 0
@@ -96,7 +100,12 @@ def _last_clean(arguments: argparse.Namespace) -> int:
             file=sys.stderr,
         )
         return 1
-    print(json.dumps(_record(record)) if arguments.json else record.path)
+    if arguments.json:
+        print(json.dumps(_record(record)))
+        return 0
+    # The path alone on stdout, for $(...); what it may be trusted for beside it, for the person.
+    print(record.where)
+    print(f"sdcwatch checkpoints: step {record.step}, {record.trust}, bytes intact", file=sys.stderr)
     return 0
 
 
@@ -111,7 +120,7 @@ def _verify(paths: list[Path]) -> int:
         for target in targets:
             try:
                 record = checkpoint.verify(target)
-                print(f"intact: {target} (step {record.step}, {record.trust})")
+                print(f"intact: {record.where} (step {record.step}, {record.trust})")
             except CheckpointError as error:
                 problems.append(str(error))
         for problem in problems:

@@ -3,71 +3,72 @@
 Saves through a temporary name, writes `<checkpoint>.manifest.json` with sizes and SHA-256, promotes `candidate` to
 `checked` to `verified`, renames what must not be loaded, and never removes the newest verified one. It never reads
 the content of a checkpoint and never imports torch: the caller's `save_fn` writes whatever it likes. Only one process
-of a job (its lowest rank) calls what writes here. Flow: monitor -> **checkpoint** -> resume.
+of a job (its lowest rank) calls what writes here. Flow: monitor -> **manifest** -> resume.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 import secrets
-import shutil
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from pathlib import Path, PurePosixPath
-from typing import Any
+from dataclasses import replace
+from pathlib import Path
 
 from sdcwatch import durable
-from sdcwatch.errors import CheckpointError, SpoolError
+from sdcwatch.checkpoints import content, record
+from sdcwatch.checkpoints.record import (
+    MANIFEST_SUFFIX,
+    TAINTED_SUFFIX,
+    TRUST,
+    CheckpointRecord,
+    FileDigest,
+    StateDigests,
+    manifest_path,
+)
+from sdcwatch.errors import CheckpointError
 from sdcwatch.latch.files import released_latches
 
-SCHEMA = 1
-MANIFEST_SUFFIX = ".manifest.json"
-TAINTED_SUFFIX = ".tainted"
-#: From least to most: candidate (nothing known yet), checked, verified. See docs/contracts.md.
-TRUST = ("candidate", "checked", "verified")
-_CHUNK = 1 << 20
+__all__ = [
+    "MANIFEST_SUFFIX",
+    "TAINTED_SUFFIX",
+    "TRUST",
+    "CheckpointRecord",
+    "FileDigest",
+    "StateDigests",
+    "adopt",
+    "announce",
+    "complete",
+    "earned",
+    "follow_taint",
+    "last_clean",
+    "list_checkpoints",
+    "manifest_path",
+    "promote",
+    "prune",
+    "resume_point",
+    "save",
+    "taint",
+    "unreadable",
+    "verify",
+]
 
 
-@dataclass(frozen=True, slots=True)
-class FileDigest:
-    """One file of a checkpoint: its name inside it (posix, relative), size in bytes, SHA-256 in hex."""
-
-    name: str
-    bytes: int
-    sha256: str
-
-
-@dataclass(frozen=True, slots=True)
-class CheckpointRecord:
-    """One checkpoint as its manifest has it. `step` is the last completed step; training resumes at `step + 1`."""
-
-    path: Path
-    step: int
-    trust: str
-    epoch: str
-    training_job: str
-    time: float
-    files: tuple[FileDigest, ...]
-
-    def trusted(self, trust: str) -> bool:
-        """Whether this checkpoint has at least this trust."""
-        return TRUST.index(self.trust) >= TRUST.index(trust)
-
-
-def manifest_path(path: Path | str) -> Path:
-    """Where the manifest of this checkpoint stands: beside it."""
-    path = Path(path)
-    return path.with_name(path.name + MANIFEST_SUFFIX)
-
-
-def save(path: Path | str, save_fn: Callable[[Path], object], *, step: int, epoch: str, job: str) -> CheckpointRecord:
+def save(
+    path: Path | str,
+    save_fn: Callable[[Path], object],
+    *,
+    step: int,
+    epoch: str,
+    job: str,
+    state: StateDigests | None = None,
+) -> CheckpointRecord:
     """Writes one checkpoint and its manifest, with trust `candidate`.
 
     `save_fn` gets a temporary path on the same file system and creates a file or a folder there. The manifest is in
-    place before the data appears under its name, so no crash leaves data of unknown step behind.
+    place before the data appears under its name, so no crash leaves data of unknown step behind; where it replaces
+    another one, that one's facts stay in it until the data has been replaced, too.
 
     Args:
         path: final place, a file or a folder.
@@ -75,6 +76,7 @@ def save(path: Path | str, save_fn: Callable[[Path], object], *, step: int, epoc
         step: last completed step that the content holds.
         epoch: id of the membership epoch that wrote it; promotion never crosses epochs.
         job: training job.
+        state: fingerprints of the state that is being saved.
 
     Raises:
         CheckpointError: `save_fn` created nothing, or something that is neither file nor folder.
@@ -85,176 +87,157 @@ def save(path: Path | str, save_fn: Callable[[Path], object], *, step: int, epoc
     beside = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.partial")
     try:
         save_fn(beside)
-        record = CheckpointRecord(
-            path=path,
-            step=step,
-            trust="candidate",
-            epoch=epoch,
-            training_job=job,
-            time=time.time(),
-            files=_digests(beside, path.name, sync=True),
-        )
-        _write_manifest(record)
-        _swap_in(beside, path)
+        return adopt(beside, path, step=step, epoch=epoch, job=job, state=state)
     finally:
-        _remove(beside)
-    durable.sync_directory(path.parent)
-    return record
+        content.remove(beside)
 
 
-def _digests(path: Path, name: str, *, sync: bool = False) -> tuple[FileDigest, ...]:
-    """Digests of a file (under `name`) or of all files of a folder (under their relative names), sorted."""
-    if path.is_symlink() or not path.exists():
-        raise CheckpointError(
-            f"{path} is not there: the save function must create a file or folder at the path it gets"
-        )
-    if path.is_file():
-        return (_digest(path, name, sync),)
-    if not path.is_dir():
-        raise CheckpointError(f"{path} is neither a file nor a folder")
-    found: list[FileDigest] = []
-    for inner in sorted(path.rglob("*")):
-        if inner.is_symlink() or not (inner.is_file() or inner.is_dir()):
-            raise CheckpointError(f"{inner} is neither a regular file nor a folder; a manifest cannot vouch for it")
-        if inner.is_file():
-            found.append(_digest(inner, inner.relative_to(path).as_posix(), sync))
-    return tuple(found)
-
-
-def _digest(path: Path, name: str, sync: bool) -> FileDigest:
-    hasher, size = hashlib.sha256(), 0
-    with open(path, "rb") as stream:
-        while chunk := stream.read(_CHUNK):
-            hasher.update(chunk)
-            size += len(chunk)
-        if sync:
-            os.fsync(stream.fileno())
-    return FileDigest(name, size, hasher.hexdigest())
-
-
-def _swap_in(beside: Path, path: Path) -> None:
-    """Renames `beside` to `path`. A folder cannot replace a folder in one step: the old one steps aside first."""
-    aside = None
-    if path.is_dir() or (path.exists() and beside.is_dir()):
-        aside = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
-        os.rename(path, aside)
-    os.rename(beside, path)
-    if aside is not None:
-        _remove(aside)
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        path.unlink(missing_ok=True)
-
-
-def _write_manifest(record: CheckpointRecord, at: Path | None = None, **extra: Any) -> None:
-    durable.replace_json(
-        at or manifest_path(record.path),
-        {
-            "schema": SCHEMA,
-            "step": record.step,
-            "files": {f.name: {"bytes": f.bytes, "sha256": f.sha256} for f in record.files},
-            "trust": record.trust,
-            "epoch": record.epoch,
-            "training_job": record.training_job,
-            "time": record.time,
-            **extra,
-        },
+def adopt(
+    beside: Path, path: Path, *, step: int, epoch: str, job: str, state: StateDigests | None = None
+) -> CheckpointRecord:
+    """The second half of `save`: gives what lies at `beside` (same file system) a manifest and its final name."""
+    made = CheckpointRecord(
+        path=path,
+        step=step,
+        trust="candidate",
+        epoch=epoch,
+        training_job=job,
+        time=time.time(),
+        files=content.digests(beside, path.name, sync=True),
+        state=state,
     )
+    previous = _known(path)
+    record.write(made, previous=previous)
+    content.swap_in(beside, path)
+    if previous is not None:
+        record.write(made)
+    durable.sync_directory(path.parent)
+    return made
 
 
-def _read_manifest(manifest: Path, path: Path) -> CheckpointRecord | None:
-    try:
-        content = durable.read_json(manifest)
-        if content is None:
-            return None
-        if content["schema"] != SCHEMA or content["trust"] not in TRUST:
-            raise ValueError(f"schema {content['schema']!r}, trust {content['trust']!r}")
-        files = tuple(
-            FileDigest(str(name), int(facts["bytes"]), str(facts["sha256"])) for name, facts in content["files"].items()
-        )
-        if any(PurePosixPath(f.name).is_absolute() or ".." in PurePosixPath(f.name).parts for f in files):
-            raise ValueError("a file name leaves the checkpoint")
-        return CheckpointRecord(
-            path=path,
-            step=int(content["step"]),
-            trust=content["trust"],
-            epoch=str(content["epoch"]),
-            training_job=str(content["training_job"]),
-            time=float(content["time"]),
-            files=files,
-        )
-    except (SpoolError, KeyError, TypeError, ValueError, AttributeError) as error:
-        raise CheckpointError(f"{manifest} is no manifest this build can read: {error}; do not load {path}") from error
+def announce(
+    path: Path, *, step: int, epoch: str, job: str, state: StateDigests | None = None, location: str | None = None
+) -> CheckpointRecord:
+    """Notes a checkpoint that somebody else writes or wrote. Until `complete`, it is pending: nothing loads it.
+
+    Args:
+        path: where it lies, or with `location` the name under which its manifest stands.
+        location: URL of the data.
+    """
+    noted = CheckpointRecord(path, step, "candidate", epoch, job, time.time(), (), location, state)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    record.write(noted)
+    return noted
 
 
-def _scan(directory: Path) -> list[tuple[Path, Path]]:
-    """Pairs of (manifest, checkpoint) in one folder; neither has to be readable."""
-    try:
-        names = sorted(os.listdir(directory))
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-    return [
-        (directory / n, directory / n[: -len(MANIFEST_SUFFIX)])
-        for n in names
-        if n.endswith(MANIFEST_SUFFIX) and not n.startswith(".")
-    ]
+def complete(noted: CheckpointRecord, stop: Callable[[], bool] = lambda: False) -> CheckpointRecord | None:
+    """Hashes the data of a pending checkpoint and completes its manifest.
+
+    Returns:
+        The new record; None where the manifest has been tainted, removed or replaced meanwhile.
+
+    Raises:
+        CheckpointError: the data is not there.
+        Cancelled: `stop` said so.
+    """
+    if not _still(noted):
+        return None
+    done = replace(noted, files=content.digests(noted.location or noted.path, noted.path.name, stop=stop))
+    if not _still(noted):
+        return None
+    record.write(done)
+    return done
+
+
+def _still(noted: CheckpointRecord) -> bool:
+    found = record.read(manifest_path(noted.path), noted.path)
+    return found is not None and found[0] == noted
+
+
+def follow_taint(noted: CheckpointRecord) -> None:
+    """Renames data that arrived after its manifest had been tainted."""
+    manifest = manifest_path(noted.path)
+    if not manifest.exists() and manifest.with_name(manifest.name + TAINTED_SUFFIX).exists():
+        content.rename(noted.location or noted.path, TAINTED_SUFFIX)
+
+
+def _known(path: Path) -> CheckpointRecord | None:
+    """The record of what stands at `path` now, None where its manifest does not say."""
+    if not content.exists(path):
+        return None
+    with contextlib.suppress(CheckpointError):
+        return _standing(manifest_path(path), path)
+    return None
+
+
+def _standing(manifest: Path, path: Path) -> CheckpointRecord | None:
+    """The record that fits the data at `path`: a save that a crash cut off leaves the old data and both records."""
+    found = record.read(manifest, path)
+    if found is None:
+        return None
+    made, previous = found
+    if previous is None or not content.exists(made.location or path):
+        return made
+    actual = content.digests(path, path.name)
+    return previous if actual == previous.files and actual != made.files else made
 
 
 def list_checkpoints(directory: Path | str) -> tuple[CheckpointRecord, ...]:
     """All checkpoints of one folder that have a readable manifest and data, by step, the newest last.
 
-    Bytes are not read. Tainted ones are not among them.
+    Bytes are not read, and a URL is not asked. Tainted ones are not among them; pending ones are.
     """
     found: list[CheckpointRecord] = []
-    for manifest, path in _scan(Path(directory)):
+    for manifest, path in record.scan(Path(directory)):
         with contextlib.suppress(CheckpointError):
-            record = _read_manifest(manifest, path)
-            if record is not None and path.exists():
-                found.append(record)
+            standing = _standing(manifest, path)
+            if standing is not None and (standing.location is not None or standing.pending or path.exists()):
+                found.append(standing)
     return tuple(sorted(found, key=lambda r: (r.step, r.time, r.path.name)))
 
 
 def unreadable(directory: Path | str) -> tuple[str, ...]:
     """One sentence for each manifest in this folder that cannot be used."""
     problems: list[str] = []
-    for manifest, path in _scan(Path(directory)):
+    for manifest, path in record.scan(Path(directory)):
         try:
-            _read_manifest(manifest, path)
+            _standing(manifest, path)
         except CheckpointError as error:
             problems.append(str(error))
     return tuple(problems)
 
 
 def verify(path: Path | str) -> CheckpointRecord:
-    """Compares the bytes on disk with the manifest.
+    """Compares the bytes of a checkpoint with its manifest.
+
+    Args:
+        path: as `CheckpointRecord.path` has it; for data behind a URL that is where the manifest stands.
 
     Raises:
-        CheckpointError: tainted, without a manifest, or a file is missing, added or changed; names the first one.
+        CheckpointError: tainted, without a manifest, pending, or a file is missing, added or changed; names the first.
     """
     path = Path(path)
     if path.name.endswith(TAINTED_SUFFIX):
         raise CheckpointError(f"{path} is tainted: it was written after the last clean step; take an older one")
-    record = _read_manifest(manifest_path(path), path)
-    if record is None:
+    standing = _standing(manifest_path(path), path)
+    if standing is None:
         raise CheckpointError(f"{path} has no manifest ({manifest_path(path).name}): nothing vouches for its bytes")
-    found = {f.name: f for f in _digests(path, path.name)}
-    for expected in record.files:
+    if standing.pending:
+        raise CheckpointError(f"{path} was never finished: its manifest has no digests; take an older checkpoint")
+    found = {f.name: f for f in content.digests(standing.location or path, path.name)}
+    for expected in standing.files:
         actual = found.pop(expected.name, None)
         if actual is None:
-            raise CheckpointError(f"{path}: {expected.name} is missing; take an older checkpoint")
+            raise CheckpointError(f"{standing.where}: {expected.name} is missing; take an older checkpoint")
         if actual != expected:
             raise CheckpointError(
-                f"{path}: {expected.name} differs from its manifest ({actual.bytes} bytes, {actual.sha256[:12]}; "
-                f"expected {expected.bytes} bytes, {expected.sha256[:12]}): torn, rotten or changed; "
+                f"{standing.where}: {expected.name} differs from its manifest ({actual.bytes} bytes with SHA-256 "
+                f"{actual.sha256[:12]}..., expected {expected.bytes} with {expected.sha256[:12]}...); "
                 "take an older checkpoint"
             )
     if found:
-        raise CheckpointError(f"{path}: {min(found)} is not in its manifest; take an older checkpoint")
-    return record
+        raise CheckpointError(f"{standing.where}: {min(found)} is not in its manifest; take an older checkpoint")
+    return standing
 
 
 def last_clean(directory: Path | str, trust: str = "checked") -> CheckpointRecord | None:
@@ -265,10 +248,10 @@ def last_clean(directory: Path | str, trust: str = "checked") -> CheckpointRecor
     """
     if trust not in TRUST:
         raise ValueError(f"trust {trust!r} is not one of {', '.join(TRUST)}")
-    for record in reversed(list_checkpoints(directory)):
-        if record.trusted(trust):
+    for found in reversed(list_checkpoints(directory)):
+        if found.trusted(trust):
             with contextlib.suppress(CheckpointError):
-                return verify(record.path)
+                return verify(found.path)
     return None
 
 
@@ -279,11 +262,11 @@ def resume_point(directory: Path | str) -> CheckpointRecord | None:
     Its bytes have been compared with the manifest. Local, not collective; None means: start from the beginning.
     """
     released = released_latches(directory)
-    for record in reversed(list_checkpoints(directory)):
-        asked = released[-1].latch.trust_needed if released and record.time <= released[-1].release.time else "checked"
-        if record.trusted(asked):
+    for found in reversed(list_checkpoints(directory)):
+        asked = released[-1].latch.trust_needed if released and found.time <= released[-1].release.time else "checked"
+        if found.trusted(asked):
             with contextlib.suppress(CheckpointError):
-                return verify(record.path)
+                return verify(found.path)
     return None
 
 
@@ -300,6 +283,7 @@ def promote(
     """Raises the trust of this epoch's checkpoints; nothing is ever lowered, and other epochs are left alone.
 
     A checkpoint of an earlier epoch may hold a step that this epoch trained again: its number proves nothing here.
+    A pending one is not raised before its digests are known.
 
     Args:
         checked_through: newest step up to which weight and gradient checks were clean.
@@ -310,11 +294,11 @@ def promote(
         The records that changed.
     """
     changed: list[CheckpointRecord] = []
-    for record in list_checkpoints(directory):
-        deserved = earned(record.step, checked_through, verified_through)
-        if record.epoch == epoch and not record.trusted(deserved):
-            better = replace(record, trust=deserved)
-            _write_manifest(better)
+    for found in list_checkpoints(directory):
+        deserved = earned(found.step, checked_through, verified_through)
+        if found.epoch == epoch and not found.pending and not found.trusted(deserved):
+            better = replace(found, trust=deserved)
+            record.write(better)
             changed.append(better)
     return tuple(changed)
 
@@ -331,35 +315,35 @@ def taint(directory: Path | str, newer_than: int | None, reason: str, *, epoch: 
             epoch verified: with it and `newer_than=None`, verified checkpoints of other epochs stay.
 
     Returns:
-        The new paths of the data that was renamed by this call.
+        The new paths (or URLs, as paths of their manifests) of the data that was renamed by this call.
     """
     renamed: list[Path] = []
-    for manifest, path in _scan(Path(directory)):
+    for manifest, path in record.scan(Path(directory)):
         try:
-            record = _read_manifest(manifest, path)
+            found = _standing(manifest, path)
         except CheckpointError:
-            record = None  # a step that cannot be read cannot be shown to be old enough
-        if record is not None and newer_than is not None and record.step <= newer_than:
+            found = None  # a step that cannot be read cannot be shown to be old enough
+        if found is not None and newer_than is not None and found.step <= newer_than:
             continue
-        if newer_than is None and epoch is not None and record and record.trusted("verified") and record.epoch != epoch:
+        if newer_than is None and epoch is not None and found and found.trusted("verified") and found.epoch != epoch:
             continue
-        target = path.with_name(path.name + TAINTED_SUFFIX)
-        if path.exists():
-            _remove(target)
-            os.rename(path, target)
-            renamed.append(target)
+        location = found.location if found is not None else None
+        if content.rename(location or path, TAINTED_SUFFIX) is not None:
+            renamed.append(path.with_name(path.name + TAINTED_SUFFIX))
         tainted_manifest = manifest.with_name(manifest.name + TAINTED_SUFFIX)
-        if record is None:
+        if found is None:
             os.replace(manifest, tainted_manifest)
         else:
-            _write_manifest(record, tainted_manifest, tainted={"reason": reason, "time": time.time()})
+            target = None if location is None else location.rstrip("/") + TAINTED_SUFFIX
+            facts = {"reason": reason, "time": time.time()}
+            record.write(replace(found, location=target), tainted_manifest, tainted=facts)
             manifest.unlink(missing_ok=True)
     durable.sync_directory(Path(directory))
     return tuple(renamed)
 
 
 def prune(directory: Path | str, keep: int) -> tuple[Path, ...]:
-    """Removes all but the `keep` newest checkpoints. The newest verified one always stays.
+    """Removes all but the `keep` newest checkpoints. The newest verified one always stays; pending ones do not count.
 
     Raises:
         ValueError: `keep` is below 1.
@@ -369,12 +353,12 @@ def prune(directory: Path | str, keep: int) -> tuple[Path, ...]:
     """
     if keep < 1:
         raise ValueError(f"keep is {keep}; at least one checkpoint must stay")
-    records = list_checkpoints(directory)
+    records = [r for r in list_checkpoints(directory) if not r.pending]
     pinned = next((r.path for r in reversed(records) if r.trust == "verified"), None)
-    gone = [r.path for r in records[:-keep] if r.path != pinned]
-    for path in gone:
+    gone = [r for r in records[:-keep] if r.path != pinned]
+    for old in gone:
         # Data first: a manifest without data is ignored, data without a manifest might be loaded.
-        _remove(path)
-        manifest_path(path).unlink(missing_ok=True)
+        content.remove(old.location or old.path)
+        manifest_path(old.path).unlink(missing_ok=True)
     durable.sync_directory(Path(directory))
-    return tuple(gone)
+    return tuple(r.path for r in gone)

@@ -102,18 +102,23 @@ class Reporter:
             The new events, in the order of the verdicts; on disk when this returns (on the ranks that write them).
         """
         self._count(judgement, row, checked, verified)
-        new: list[events.Event] = []
-        for verdict in judgement.verdicts:
-            if not verdict.new:
-                continue
-            self.verdicts.append(verdict)
-            if verdict.kind == "undefined":
-                continue
-            event = self.event(verdict, when)
-            new.append(event)
-            self._publish(verdict, event)
+        published = [self.publish(verdict, when) for verdict in judgement.verdicts if verdict.new]
+        new = [event for event in published if event is not None]
         self.write(force=bool(new))
         return new
+
+    def publish(self, verdict: Verdict, when: float) -> events.Event | None:
+        """Makes one new verdict an event; None where it is `undefined`, which is remembered only.
+
+        Args:
+            when: the event time, unix seconds, equal on all ranks.
+        """
+        self.verdicts.append(verdict)
+        if verdict.kind == "undefined":
+            return None
+        event = self.event(verdict, when)
+        self._publish(verdict, event)
+        return event
 
     def _count(self, judgement: Judgement, row: Row, checked: int | None, verified: int | None) -> None:
         metrics = self.metrics
@@ -220,6 +225,8 @@ class Reporter:
     def _block(self, event: events.Event) -> str:
         if event.action == "halt":
             now = f"the job stops before the optimizer step of step {event.step}; no rank trains on"
+        elif event.check == "checkpoint":
+            now = "this resume is refused; no step is trained from it"
         else:
             now = f"training goes on: on_fault={self._on_fault}"
         folder = self.spool.job_directory if self.spool is not None else "<spool>"
