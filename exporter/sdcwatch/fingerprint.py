@@ -19,6 +19,8 @@ from collections.abc import Iterable
 import torch
 import xxhash
 
+from sdcwatch.shards import local
+
 #: Words hashed at once on a device: bounds the temporary to 3 x 32 MB.
 _CHUNK = 1 << 22
 _PRIME = 0x9E3779B97F4A7C15 - (1 << 64)
@@ -47,7 +49,8 @@ def fingerprint(tensors: Iterable[torch.Tensor | None]) -> int:
     """
     hasher = xxhash.xxh3_64()
     pending: list[torch.Tensor] = []
-    for tensor in tensors:
+    for whole in tensors:
+        tensor = None if whole is None else local(whole)
         if tensor is None:
             hasher.update(b"\x00none")
         elif not can_fingerprint(tensor):

@@ -26,7 +26,6 @@ from sdcwatch.agent.start import ensure_agent
 from sdcwatch.checkpoints import resume, state
 from sdcwatch.checkpoints.record import StateDigests
 from sdcwatch.checkpoints.trust import CheckpointTrust
-from sdcwatch.checks.conservation import undefined
 from sdcwatch.checks.replay import LossFunction
 from sdcwatch.errors import CheckpointError, ConfigurationError, SdcwatchError
 from sdcwatch.identity import job_name, take
@@ -35,12 +34,12 @@ from sdcwatch.settings import Settings, disabled
 from sdcwatch.spool.folders import job_root, user_root
 from sdcwatch.spool.rank import Spool
 from sdcwatch.verdict import Verdict
-from sdcwatch.verdict.records import ALLREDUCE_CONSERVATION
 from sdcwatch.watch import coverage, start
 from sdcwatch.watch.contain import Halt
 from sdcwatch.watch.coverage import Sizes
 from sdcwatch.watch.epoch import Epoch
 from sdcwatch.watch.exchange import Exchange
+from sdcwatch.watch.replication import Sets, Wrapper, replica_sets, replicated_parameters, unwrap
 from sdcwatch.watch.report import Reporter, log
 from sdcwatch.watch.row_fields import Watched
 
@@ -87,7 +86,8 @@ class Monitor:
     """Watches one DDP model and its optimizer. Create it on every rank, after DDP and the optimizer.
 
     Args:
-        model: `DistributedDataParallel`, or `torch.compile` of one.
+        model: `DistributedDataParallel`, FSDP2's `fully_shard` over a mesh with a replicate dimension, or
+            `torch.compile` of one. What `fully_shard` without replicas holds is not compared; `coverage()` says so.
         optimizer: the one that steps the model's parameters.
         loss_fn: `loss_fn(model, batch) -> scalar loss`; None turns replay off, visibly.
         scaler: the GradScaler, where one is used: scales that drift apart are then said to be software, not hardware.
@@ -129,20 +129,27 @@ class Monitor:
         if dist.get_world_size() < 2:
             self._off("one process has no peer to compare with")
             return
-        ddp = start.unwrap(model)
+        ddp = unwrap(model)
         _refuse_second(ddp)
         group = ddp.process_group
-        parameters = start.replicated_parameters(ddp)
+        parameters, sets = replicated_parameters(ddp), replica_sets(ddp)
         device = parameters[0][1].device if parameters else torch.device("cpu")
         exchange = Exchange(group, device if "nccl" in str(dist.get_backend(group)) else torch.device("cpu"))
-        mine, error = self._bring(optimizer, parameters, device, settings)
-        membership = start.join(exchange, mine, error)
+        mine, error = self._bring(optimizer, parameters, sets, device, settings)
+        membership = start.join(exchange, mine, error, sets)
         if membership is None:
             self._off("SDCWATCH_DISABLE is set")
             return
         spool = self._open_spool(exchange, membership)
         watched = Watched(
-            model, ddp, optimizer, loss_fn, [p for _, p in parameters], device, start.schema_digest(parameters), scaler
+            model,
+            ddp,
+            optimizer,
+            loss_fn,
+            [p for _, p in parameters],
+            device,
+            start.schema_digest(parameters, sets),
+            scaler,
         )
         self._watch(watched, exchange, membership, spool)
 
@@ -150,6 +157,7 @@ class Monitor:
         self,
         optimizer: Any,
         parameters: list[tuple[str, torch.nn.Parameter]],
+        sets: Sets,
         device: torch.device,
         arguments: dict[str, Any],
     ) -> tuple[start.Brought, Exception | None]:
@@ -176,7 +184,7 @@ class Monitor:
             identity=identity,
             facts=facts,
             environment=environment.digest(facts),
-            schema=start.schema_digest(parameters),
+            schema=start.schema_digest(parameters, sets),
             settings=start.shared(self._settings),
             epoch=start.new_epoch(),
             replays=self._loss_fn is not None,
@@ -235,8 +243,8 @@ class Monitor:
         )
         self._trust = CheckpointTrust(reporter, settings.checkpoint_dir)
         self._epoch = Epoch(watched, settings, membership, exchange, reporter, halt, self._trust.promote)
-        if len(membership.nodes) < 2:
-            self._epoch.replay_off = "disabled"
+        if off := coverage.replay_off(watched, membership):
+            self._epoch.replay_off = off.partition(":")[0]
         sizes = self._cover()
         if exchange.rank == 0:
             seconds = coverage.predicted_seconds(
@@ -320,19 +328,10 @@ class Monitor:
         """Counts what is covered now, for `coverage()` and the metrics."""
         assert self._epoch is not None
         watched, membership, metrics = self._epoch.watched, self._epoch.membership, self._epoch.reporter.metrics
-        sizes = coverage.measure(watched.ddp.module, watched.parameters, watched.optimizer)
-        self._coverage = coverage.describe(
-            sizes,
-            check_every=self._settings.check_every,
-            conservation_every=self._settings.cadence(self._settings.conservation_every),
-            replay_every=self._settings.cadence(self._settings.replay_every),
-            replay_off=_replay_off(membership),
-            nodes=len(membership.nodes),
-            conservation_off=_conservation_off(watched),
-        )
+        sizes, self._coverage = coverage.of_run(watched, membership, self._settings)
         for line in self._coverage:
             # Not defined under a comm hook is not switched off: no series, so that SDCCheckDisabled stays silent.
-            if line.enabled or line.check != ALLREDUCE_CONSERVATION:
+            if line.enabled or not line.reason.startswith(("comm_hook", "undefined")):
                 metrics.set("sdc_detector_enabled", float(line.enabled), check=line.check)
             metrics.set("sdc_coverage_bytes", line.covered_bytes, check=line.check, covered="yes")
             metrics.set("sdc_coverage_bytes", line.uncovered_bytes, check=line.check, covered="no")
@@ -463,25 +462,12 @@ def _say(text: str) -> None:
         print(text, flush=True)
 
 
-def _refuse_second(ddp: torch.nn.Module) -> None:
+def _refuse_second(ddp: Wrapper) -> None:
     for other in _live:
-        same = other._epoch is not None and other._epoch.watched.ddp is ddp
+        same = other._epoch is not None and other._epoch.watched.ddp.module is ddp.module
         raise ConfigurationError(
             "this model already has a Monitor; close() it before making another"
             if same
             else "this process already has a Monitor on another model: one DDP model a process can be watched; "
             "close() the first"
         )
-
-
-def _conservation_off(watched: Watched) -> str:
-    hooked = undefined(watched.ddp) is not None
-    return "comm_hook: the reduce is the user's own, not a plain average" if hooked else ""
-
-
-def _replay_off(membership: start.Membership) -> str:
-    if not membership.replays:
-        return "disabled: Monitor has no loss_fn"
-    if len(membership.nodes) < 2:
-        return "disabled: one node has no other to replay on"
-    return ""

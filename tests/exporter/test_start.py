@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from sdcwatch.errors import ConfigurationError
 from sdcwatch.identity import Identity
 from sdcwatch.settings import Settings
-from sdcwatch.watch import start
+from sdcwatch.watch import replication, start
 from torch import nn
 
 
@@ -155,7 +156,7 @@ def test_what_is_no_single_optimizer_is_refused(optimizer: Any, message: str) ->
 def test_a_model_without_ddp_is_told_to_wrap_it() -> None:
     """The message shows the line to write."""
     with pytest.raises(ConfigurationError, match="ddp_model = DistributedDataParallel"):
-        start.unwrap(nn.Linear(2, 2))
+        replication.unwrap(nn.Linear(2, 2))
 
 
 def look(rank: int, size: int) -> list[Any]:
@@ -166,9 +167,11 @@ def look(rank: int, size: int) -> list[Any]:
     net[1].bias.requires_grad_(False)
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(net, ["3.weight"])
     ddp = DistributedDataParallel(net)
-    names = [n for n, _ in start.replicated_parameters(start.unwrap(ddp))]
+    names = [n for n, _ in replication.replicated_parameters(replication.unwrap(ddp))]
     try:
-        start.unwrap(DistributedDataParallel(nn.Sequential(DistributedDataParallel(nn.Linear(2, 2)), nn.Linear(2, 2))))
+        replication.unwrap(
+            DistributedDataParallel(nn.Sequential(DistributedDataParallel(nn.Linear(2, 2)), nn.Linear(2, 2)))
+        )
     except ConfigurationError as error:
         return [names, str(error)]
     return [names, ""]
@@ -179,3 +182,22 @@ def test_what_ddp_reduces_is_found_and_nested_ddp_refused(ranks: Any) -> None:
     names, message = ranks(look, 1)[0]
     assert names == ["0.weight", "1.weight", "3.bias"]
     assert "wrap the whole model once" in message
+
+
+@pytest.mark.parametrize(
+    ("shape", "copies", "sets"),
+    [
+        ((4,), [], ((0,), (1,), (2,), (3,))),
+        ((4,), [0], ((0, 1, 2, 3),)),
+        ((3, 2), [0], ((0, 2, 4), (1, 3, 5))),
+        ((2, 3), [0], ((0, 3), (1, 4), (2, 5))),
+        ((2, 2, 2), [0], ((0, 4), (1, 5), (2, 6), (3, 7))),
+        ((2, 2, 2), [0, 2], ((0, 1, 4, 5), (2, 3, 6, 7))),
+    ],
+)
+def test_replica_sets_differ_in_the_replicate_dimensions_only(
+    shape: tuple[int, ...], copies: list[int], sets: Any
+) -> None:
+    """HSDP, HSDP with tensor parallelism, and a mesh without replicas."""
+    mesh = torch.arange(math.prod(shape)).reshape(shape)
+    assert replication.sets_in(mesh, copies) == sets

@@ -14,6 +14,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from sdcwatch.fingerprint import fingerprint
+from sdcwatch.shards import local
 
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -129,7 +130,7 @@ def reduced(parameters: Sequence[torch.nn.Parameter]) -> tuple[int, bool]:
 
     Sums are a cheap first look (one pass at memory speed): only where one is not finite are the elements asked.
     """
-    gradients = [p.grad for p in parameters]
+    gradients = [None if p.grad is None else local(p.grad) for p in parameters]
     values = [_real(g.detach()) for g in gradients if g is not None and g.layout in (torch.strided, torch.sparse_coo)]
     sums = [v.sum(dtype=torch.float32) for v in values]
     suspicious = bool(sums) and not math.isfinite(float(torch.stack([s.to(sums[0].device) for s in sums]).sum()))

@@ -7,6 +7,8 @@ row. Nothing here is collective: a rank that skips its optimizer step cannot spl
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import json
 import numbers
 from collections.abc import Callable, Iterator, Sequence
@@ -14,9 +16,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.utils.hooks import RemovableHandle
 
 from sdcwatch.fingerprint import can_fingerprint, digest_bytes, fingerprint
+from sdcwatch.shards import local
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +29,7 @@ class StepBegin:
 
     gradient: int
     weights: int
-    state: int
+    state: int | None
     versions: int
     hyperparameters: int
     rng: int
@@ -33,12 +37,16 @@ class StepBegin:
 
 @dataclass(frozen=True, slots=True)
 class StepMeasure:
-    """One whole `optimizer.step`, run in training step `step`."""
+    """One whole `optimizer.step`, run in training step `step`.
+
+    State is None where collectives ran inside the step: what a rank holds after it may have come from another one
+    (`ZeroRedundancyOptimizer` broadcasts its parameters), so a difference must not name anybody.
+    """
 
     step: int
     begin: StepBegin
     weights_end: int
-    state_end: int
+    state_end: int | None
     versions_end: int
     drew: int  # digest of the random state that the step drew from, 0 where it drew nothing
 
@@ -70,6 +78,7 @@ class OptimizerWatch:
         self.calls = 0
         self.newest: StepMeasure | None = None
         self._begin: StepBegin | None = None
+        self._issued = 0
         self._current_step = current_step
         self._due = due
         self._gate = gate
@@ -86,6 +95,7 @@ class OptimizerWatch:
             self._guard("weight_checksum", self._measure_begin)
 
     def _measure_begin(self) -> None:
+        self._issued = collectives_issued()
         self._begin = StepBegin(
             gradient=fingerprint(p.grad for p in self.parameters),
             weights=fingerprint(self.parameters),
@@ -105,11 +115,12 @@ class OptimizerWatch:
     def _measure_end(self) -> None:
         assert self._begin is not None
         begin, self.newest = self._begin, None
+        alone = collectives_issued() == self._issued
         self.newest = StepMeasure(
             step=self._current_step(),
-            begin=begin,
+            begin=begin if alone else dataclasses.replace(begin, state=None),
             weights_end=fingerprint(self.parameters),
-            state_end=state_fingerprint(self.optimizer, self.parameters),
+            state_end=state_fingerprint(self.optimizer, self.parameters) if alone else None,
             versions_end=versions(self.parameters),
             drew=begin.rng if _rng_digest() != begin.rng else 0,
         )
@@ -119,6 +130,17 @@ class OptimizerWatch:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+
+
+def collectives_issued() -> int:
+    """How many collectives this process has issued, over all its groups that count them."""
+    issued = 0
+    if dist.is_available() and dist.is_initialized():
+        groups: list[Any] = list(dist.distributed_c10d._world.pg_map)
+        for group in groups:
+            with contextlib.suppress(RuntimeError, AttributeError):  # a backend that does not count
+                issued += int(group._get_sequence_number_for_group())
+    return issued
 
 
 def _rng_digest() -> int:
@@ -162,9 +184,10 @@ def state_fingerprint(optimizer: torch.optim.Optimizer, parameters: Sequence[tor
 def covered_bytes(tensors: Iterator[torch.Tensor | None]) -> tuple[int, int]:
     """Bytes that a fingerprint reads, and bytes that it cannot (sparse, meta)."""
     read = missed = 0
-    for tensor in tensors:
-        if tensor is None:
+    for whole in tensors:
+        if whole is None:
             continue
+        tensor = local(whole)
         size = tensor.numel() * tensor.element_size() if tensor.layout is torch.strided else 0
         if can_fingerprint(tensor):
             read += size

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from sdcwatch.errors import ConfigurationError
 from sdcwatch.testing.fault import LOCATIONS, MODES, Fault
 from sdcwatch.testing.places import Injection, Strike
-from sdcwatch.watch.start import unwrap
+from sdcwatch.watch.replication import unwrap
 
 __all__ = ["LOCATIONS", "MODES", "VARIABLE", "Fault", "FaultPlan", "Installed"]
 

@@ -13,14 +13,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
 
+from sdcwatch.shards import local
 from sdcwatch.testing import simulated_reduce
 from sdcwatch.testing.fault import Fault
 from sdcwatch.testing.patterns import apply
 from sdcwatch.testing.trigger import Trigger
 from sdcwatch.watch.prepared import Prepared
-from sdcwatch.watch.start import replicated_parameters
+from sdcwatch.watch.replication import ShardedReplicas, Wrapper, replicated_parameters
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class Injection:
     def __init__(
         self,
         fault: Fault,
-        ddp: DistributedDataParallel,
+        ddp: Wrapper,
         optimizer: torch.optim.Optimizer,
         *,
         rank: int,
@@ -84,7 +84,8 @@ class Injection:
         with self._trigger.pause():
             yield
 
-    def _hit(self, tensor: torch.Tensor) -> None:
+    def _hit(self, whole: torch.Tensor) -> None:
+        tensor = local(whole)  # of a sharded one, what this rank holds
         before = tensor.detach().clone()
         apply(self.fault.pattern, tensor, self.fault.seed)
         self._note(before, tensor.detach())
@@ -99,11 +100,16 @@ class Injection:
         struck: set[int] = set()
 
         def hook(*_: Any) -> None:
-            if self._ddp.training and self._trigger.step not in struck and self._trigger.fires():
+            if self._ddp.module.training and self._trigger.step not in struck and self._trigger.fires():
                 struck.add(self._trigger.step)
                 strike()
 
         return hook
+
+    @property
+    def _outermost(self) -> torch.nn.Module:
+        """What the loop calls."""
+        return self._ddp.module if isinstance(self._ddp, ShardedReplicas) else self._ddp
 
     def _owner(self) -> torch.nn.Module:
         module: torch.nn.Module = self._ddp.module
@@ -115,7 +121,7 @@ class Injection:
             if module.training and values and self._trigger.fires():
                 self._hit(values[0])
 
-        self._handles.append(self._ddp.register_forward_pre_hook(hook))
+        self._handles.append(self._outermost.register_forward_pre_hook(hook))
 
     def _forward(self) -> None:
         def hook(module: torch.nn.Module, inputs: Any, output: Any) -> None:
@@ -170,7 +176,7 @@ class Injection:
                 engine.queue_callback(lambda: engine.queue_callback(reduced))
 
         # The monitor looks in a callback that is queued at the same moment; installed before it, this one runs first.
-        self._handles.append(Prepared().watch(self._ddp, self._ddp, began))
+        self._handles.append(Prepared().watch(self._outermost, self._ddp, began))
 
     def _reduced_gradient(self) -> None:
         self._after_reduce(self._hit)

@@ -10,6 +10,7 @@ Flow: observation -> exchange -> **verdict** -> contain, event, metrics.
     conservation.py is the reduced gradient the average of the local ones
     audit.py        plan, calibrate, gather           edges.py       replay's edge table
     replay.py       one audit                         engine.py      judge, combine
+    replica_sets.py several sets of ranks that each hold a shard of their own
 """
 
 from sdcwatch.verdict.audit import AuditPlan, plan_audit
@@ -18,6 +19,7 @@ from sdcwatch.verdict.group import Group
 from sdcwatch.verdict.history import History, checked_through, verified_through
 from sdcwatch.verdict.records import CONTAINS_FROM, Judgement, Verdict
 from sdcwatch.verdict.replay import tie_breaks
+from sdcwatch.verdict.replica_sets import checked_everywhere, judge_sets, verified_everywhere
 
 __all__ = [
     "CONTAINS_FROM",
@@ -26,10 +28,13 @@ __all__ = [
     "History",
     "Judgement",
     "Verdict",
+    "checked_everywhere",
     "checked_through",
     "combine",
     "judge",
+    "judge_sets",
     "plan_audit",
     "tie_breaks",
+    "verified_everywhere",
     "verified_through",
 ]

@@ -21,6 +21,7 @@ class Group:
         instances: digest (u64) that each rank must carry in its rows.
         environments: environment digest (u64) of each rank, as exchanged at set-up.
         epoch: number of this membership (u64).
+        ranks: what the job calls them, where this is one replica set of several; 0, 1, ... by default.
 
     Raises:
         ValueError: no rank at all, or tuples of different lengths.
@@ -30,6 +31,7 @@ class Group:
     instances: tuple[int, ...]
     environments: tuple[int, ...]
     epoch: int
+    ranks: tuple[int, ...] = ()
     _members: dict[str, tuple[int, ...]] = field(init=False, repr=False, compare=False)
     _helpers: tuple[int | None, ...] = field(init=False, repr=False, compare=False)
     _thirds: tuple[int | None, ...] = field(init=False, repr=False, compare=False)
@@ -40,6 +42,8 @@ class Group:
             raise ValueError("a group needs at least one rank")
         if not len(self.nodes) == len(self.instances) == len(self.environments):
             raise ValueError("nodes, instances and environments must have one entry for each rank")
+        if not self.ranks:
+            object.__setattr__(self, "ranks", tuple(range(len(self.nodes))))
         collected: dict[str, list[int]] = {}
         for rank, node in enumerate(self.nodes):
             collected.setdefault(node, []).append(rank)
@@ -64,6 +68,16 @@ class Group:
             for local, rank in enumerate(members[node]):
                 partners[rank] = there[local % len(there)] if len(order) > distance else None
         return tuple(partners[rank] for rank in sorted(partners))
+
+    def part(self, ranks: tuple[int, ...]) -> Group:
+        """The group of some of these ranks alone, by position."""
+        return Group(
+            nodes=tuple(self.nodes[rank] for rank in ranks),
+            instances=tuple(self.instances[rank] for rank in ranks),
+            environments=tuple(self.environments[rank] for rank in ranks),
+            epoch=self.epoch,
+            ranks=tuple(self.ranks[rank] for rank in ranks),
+        )
 
     @property
     def size(self) -> int:

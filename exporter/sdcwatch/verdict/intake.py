@@ -51,7 +51,7 @@ def receive(history: History, group: Group, step: int, rows: Sequence[Row | RowE
 
 def _all_in_order(group: Group, rows: Sequence[Row | RowError | None], step: int) -> bool:
     return (
-        list(map(attrgetter("rank"), rows)) == list(range(group.size))
+        tuple(map(attrgetter("rank"), rows)) == group.ranks
         and tuple(map(attrgetter("instance"), rows)) == group.instances
         and set(map(attrgetter("epoch"), rows)) == {group.epoch}
         and set(map(attrgetter("step"), rows)) == {step}
@@ -72,7 +72,7 @@ def _is_fault(history: History, group: Group, step: int, slot: int, row: Row | R
         return False
     if (
         isinstance(row, RowError)
-        or row.rank != slot
+        or row.rank != group.ranks[slot]
         or row.instance != group.instances[slot]
         or row.epoch != group.epoch
     ):

@@ -81,6 +81,7 @@ class Judgement:
         deviations: robust deviation (>= 0, in MADs) of each rank's local gradient norm; a hint, never a proof.
         nonfinite_origin: ranks whose local gradient alone holds Inf or NaN; a hint.
         calibration_outliers: ranks of the one rank or node that failed all its calibration edges; never halts.
+        num_sets: replica sets that were judged apart; 1 where all ranks hold the same state.
     """
 
     verdicts: tuple[Verdict, ...]
@@ -93,6 +94,11 @@ class Judgement:
     deviations: tuple[float, ...] = ()
     nonfinite_origin: tuple[int, ...] = ()
     calibration_outliers: tuple[int, ...] = ()
+    num_sets: int = 1
+
+    def distinct(self, check: str) -> int:
+        """Distinct fingerprints of a check in `group_sizes`: 1 where every set agrees, one more for each split."""
+        return round(sum(1 / size for size in self.group_sizes[check])) - self.num_sets + 1
 
     @classmethod
     def void(cls, step: int, size: int = 0) -> Judgement:

@@ -16,11 +16,11 @@ _MAX_LISTED = 64
 
 def who(group: Group, ranks: Sequence[int]) -> str:
     """`rank 2 on node-3`, `ranks 4 and 5 on node-c`, `rank 1 on a and rank 2 on b`."""
-    if len(ranks) == group.size and group.size > 1:
+    if len(ranks) == group.size and group.size > 1 and group.ranks == tuple(range(group.size)):
         return f"all {group.size} ranks"
     by_node: dict[str, list[int]] = {}
     for rank in ranks:
-        by_node.setdefault(group.nodes[rank], []).append(rank)
+        by_node.setdefault(group.nodes[rank], []).append(group.ranks[rank])
     parts = [f"{_ranks(on_node)} on {node}" for node, on_node in list(by_node.items())[:_MAX_NODES]]
     if len(by_node) > _MAX_NODES:
         parts.append(f"ranks on {len(by_node) - _MAX_NODES} more nodes")

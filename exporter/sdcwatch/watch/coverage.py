@@ -11,10 +11,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
+from sdcwatch.checks.conservation import undefined
 from sdcwatch.checks.weights import covered_bytes, state_tensors
 from sdcwatch.fingerprint import fingerprint
+from sdcwatch.settings import Settings
+from sdcwatch.shards import local
 from sdcwatch.verdict.records import ALLREDUCE_CONSERVATION
+from sdcwatch.watch.row_fields import Watched
+from sdcwatch.watch.start import Membership
+
+_SHARDED = "undefined: fully_shard hands a gradient out only after it was reduced"
 
 #: At most this much is fingerprinted once at start to predict the cost of a step.
 _PROBE_BYTES = 32 << 20
@@ -41,6 +49,7 @@ class Sizes:
     optimizer: tuple[int, int]
     buffers: int
     unwatched: int
+    apart: int = 0  # parameters that no reduce makes equal: frozen, a rank's own, experts, other shards
 
 
 def measure(
@@ -53,10 +62,63 @@ def measure(
     state, missed = covered_bytes(state_tensors(optimizer, parameters))
     return Sizes(
         parameters=covered_bytes(iter(parameters)),
-        optimizer=(state, missed + sum(covered_bytes(state_tensors(optimizer, others)))),
+        optimizer=(
+            state,
+            missed + sum(covered_bytes(state_tensors(optimizer, others))) + _sharded_state(optimizer),
+        ),
         buffers=sum(b.numel() * b.element_size() for b in module.buffers() if b.layout is torch.strided),
-        unwatched=sum(p.numel() * p.element_size() for p in parameters if id(p) not in stepped),
+        unwatched=sum(_bytes(p) for p in parameters if id(p) not in stepped),
+        apart=sum(_bytes(p) for p in module.parameters() if id(p) not in replicated),
     )
+
+
+def _bytes(parameter: torch.Tensor) -> int:
+    shard = local(parameter)
+    return shard.numel() * shard.element_size()
+
+
+def _sharded_state(optimizer: torch.optim.Optimizer) -> int:
+    """Bytes of what `ZeroRedundancyOptimizer` keeps for this rank's share, in an optimizer inside it."""
+    inner = getattr(optimizer, "optim", None)
+    if not isinstance(inner, torch.optim.Optimizer):
+        return 0
+    own = [p for group in inner.param_groups for p in group["params"]]
+    return sum(covered_bytes(state_tensors(inner, own)))
+
+
+def of_run(watched: Watched, membership: Membership, settings: Settings) -> tuple[Sizes, tuple[CoverageLine, ...]]:
+    """Counts and describes what one run covers now."""
+    sizes = measure(watched.ddp.module, watched.parameters, watched.optimizer)
+    alone = "" if watched.comparable else "disabled: each shard is held by one rank only, so nothing can be compared"
+    lines = describe(
+        sizes,
+        check_every=settings.check_every,
+        conservation_every=settings.cadence(settings.conservation_every),
+        replay_every=settings.cadence(settings.replay_every),
+        replay_off=replay_off(watched, membership),
+        nodes=min(len(part.node_order) for part in membership.parts or (membership.group,)),
+        conservation_off=_conservation_off(watched),
+        norm_off="" if watched.local_gradients else _SHARDED,
+        state_off=alone,
+    )
+    return sizes, lines
+
+
+def _conservation_off(watched: Watched) -> str:
+    if not isinstance(watched.ddp, DistributedDataParallel):
+        return _SHARDED
+    return "comm_hook: the reduce is the user's own, not a plain average" if undefined(watched.ddp) else ""
+
+
+def replay_off(watched: Watched, membership: Membership) -> str:
+    """Why no audit can ever run (empty: it can); the word before the colon is the skip reason."""
+    if not watched.local_gradients:
+        return "collective: the forward gathers shards from other ranks, so no rank can run it alone"
+    if not membership.replays:
+        return "disabled: Monitor has no loss_fn"
+    if len(membership.nodes) < 2:
+        return "disabled: one node has no other to replay on"
+    return ""
 
 
 def describe(
@@ -68,6 +130,8 @@ def describe(
     nodes: int,
     conservation_every: int = 1,
     conservation_off: str = "",
+    norm_off: str = "",
+    state_off: str = "",
 ) -> tuple[CoverageLine, ...]:
     """The coverage of this run.
 
@@ -75,40 +139,41 @@ def describe(
         replay_off: why replay cannot run at all (empty: it can).
         nodes: distinct nodes of the group.
         conservation_off: why the reduce is not defined to be a plain average (empty: it is).
+        norm_off: why no rank's local gradient is seen before the reduce (empty: it is).
+        state_off: why no state is held by more than one rank (empty: it is).
     """
     conservation_off = conservation_off or ("" if conservation_every else "disabled: conservation_every is 0")
     read, missed = sizes.parameters
     state, state_missed = sizes.optimizer
     named = "names a strict majority's odd one" if nodes >= 3 else f"{nodes} node(s): nobody can be named"
+
+    def line(check: str, every: int, covers: str, sizes: tuple[int, int], off: str) -> CoverageLine:
+        here, not_here = (0, sum(sizes)) if off else sizes
+        return CoverageLine(check, not off, every, covers, here, not_here, off)
+
+    gradient = (read, missed)
     return (
-        CoverageLine(
-            "gradient_norm", True, check_every, "each rank's local gradient before the reduce (a hint)", read, missed
-        ),
-        CoverageLine("gradient_checksum", True, check_every, "the reduced gradient on every replica", read, missed),
-        CoverageLine(
+        line("gradient_norm", check_every, "each rank's local gradient before the reduce (a hint)", gradient, norm_off),
+        line("gradient_checksum", check_every, "the reduced gradient on every replica", gradient, state_off),
+        line(
             ALLREDUCE_CONSERVATION,
-            not conservation_off,
             conservation_every,
             "the reduced gradient against the average of the local ones",
-            0 if conservation_off else read,
-            read + missed if conservation_off else missed,
+            gradient,
             conservation_off,
         ),
-        CoverageLine(
+        line(
             "weight_checksum",
-            True,
             check_every,
             f"parameters and optimizer state, at begin and end of optimizer.step; {named}",
-            read + state,
-            missed + state_missed,
+            (read + state, missed + state_missed + sizes.apart),
+            state_off,
         ),
-        CoverageLine(
+        line(
             "replay",
-            bool(replay_every) and not replay_off,
             replay_every,
             "local gradients of every rank, re-run by itself and on the next node",
-            read if replay_every and not replay_off else 0,
-            0 if replay_every and not replay_off else read,
+            (read, 0),
             replay_off or ("" if replay_every else "disabled: replay_every is 0"),
         ),
     )
@@ -122,7 +187,7 @@ def predicted_seconds(parameters: Sequence[torch.nn.Parameter], sizes: Sizes, *,
         if taken >= _PROBE_BYTES:
             break
         probe.append(parameter)
-        taken += parameter.numel() * parameter.element_size()
+        taken += _bytes(parameter)
     if not taken:
         return 0.0
     begin = time.perf_counter()
@@ -143,6 +208,11 @@ def table(lines: Sequence[CoverageLine], sizes: Sizes, seconds: float) -> str:
     rows.append(
         f"  {'not compared':<22} {'':<12} {_mb(sizes.buffers):>10}  buffers (they differ between ranks by design)"
     )
+    if sizes.apart:
+        rows.append(
+            f"  {'not compared':<22} {'':<12} {_mb(sizes.apart):>10}  parameters that no reduce makes equal (frozen, a "
+            "rank's own, shards that no other rank holds)"
+        )
     if sizes.unwatched:
         rows.append(
             f"  {'not watched':<22} {'':<12} {_mb(sizes.unwatched):>10}  parameters that this optimizer does not step "

@@ -15,6 +15,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 from sdcwatch.checks.conservation import Conservation
 from sdcwatch.checks.gradients import LocalGradients
@@ -24,7 +25,15 @@ from sdcwatch.environment import describe, digest
 from sdcwatch.errors import CorruptionDetected
 from sdcwatch.observation import ErrorCode, Row, RowError
 from sdcwatch.settings import Settings
-from sdcwatch.verdict import History, Judgement, checked_through, combine, judge, verified_through
+from sdcwatch.verdict import (
+    History,
+    Judgement,
+    checked_everywhere,
+    combine,
+    judge,
+    judge_sets,
+    verified_everywhere,
+)
 from sdcwatch.watch.audit import Auditor, Outcome
 from sdcwatch.watch.contain import Halt, containing
 from sdcwatch.watch.exchange import Exchange, last_rows
@@ -61,7 +70,7 @@ class Epoch:
         self.halt = halt
         self.step = 0
         self.count = 0
-        self.history = History.initial()
+        self.histories = tuple(History.initial() for _ in membership.parts or (membership.group,))
         self.recorder = Recorder(watched.device, watched.ddp.module, watched.parameters)
         self.replay_off = "" if membership.replays else "disabled"
         self._settings = settings
@@ -92,17 +101,29 @@ class Epoch:
             gate=halt.meet,
             guard=self._guard,
         )
-        self.conservation = Conservation(watched.ddp, watched.parameters, exchange.size)
+        self.conservation = (
+            Conservation(watched.ddp, watched.parameters, exchange.size)
+            if isinstance(watched.ddp, DistributedDataParallel)
+            else None
+        )
         self.local = LocalGradients(
-            watched.parameters, reducing=self._reducing, first=self._arm, further=self.conservation.local
+            watched.local_gradients,
+            reducing=self._reducing,
+            first=self._arm,
+            further=self.conservation.local if self.conservation is not None else None,
         )
         self.fields = RowFields(watched, reporter, self.local, self.conservation, self.optimizer_watch, self.recorder)
         self.local.begin(audited=self.audit_due)
 
     @property
+    def history(self) -> History:
+        """The history of the only replica set; audits run where there is one."""
+        return self.histories[0]
+
+    @property
     def check_due(self) -> bool:
         """Whether the next reducing backward is checked."""
-        return self.count % self._settings.check_every == 0
+        return self.watched.comparable and self.count % self._settings.check_every == 0
 
     @property
     def audit_due(self) -> bool:
@@ -114,7 +135,7 @@ class Epoch:
     def conservation_due(self) -> bool:
         """Whether the next reducing backward is held against the average of the local gradients."""
         every = self._settings.cadence(self._settings.conservation_every)
-        return bool(every) and self.count % every == 0
+        return bool(every) and bool(self.watched.local_gradients) and self.count % every == 0
 
     def begin_step(self, step: int) -> None:
         """A new training step; meets a standing halt."""
@@ -153,7 +174,8 @@ class Epoch:
         self._armed_at = self.prepared.forwards
         engine: Any = torch.autograd.Variable._execution_engine
         engine.queue_callback(lambda: engine.queue_callback(self._end_of_backward))
-        self.conservation.begin(self.count, due=self.conservation_due, followed=self.local.followed())
+        if self.conservation is not None:
+            self.conservation.begin(self.count, due=self.conservation_due, followed=self.local.followed())
 
     def _end_of_backward(self) -> None:
         checked, audited = self.check_due, self.audit_due
@@ -174,7 +196,7 @@ class Epoch:
         outcome, audit_seconds = self._audit(rows, row, payload) if audited else (None, 0.0)
         judgement = self._judge(rows, outcome)
         self._settle(judgement, row, rows, self.exchange)
-        counted = audit_seconds + self.conservation.row_seconds
+        counted = audit_seconds + (self.conservation.row_seconds if self.conservation is not None else 0.0)
         self.reporter.spent("gradient_checksum", time.perf_counter() - begin - counted)
 
     def _audit(self, rows: Sequence[Row | RowError], row: Row, payload: bytes | None) -> tuple[Outcome, float]:
@@ -200,25 +222,34 @@ class Epoch:
     def _judge(self, rows: Sequence[Row | RowError], outcome: Outcome | None) -> Judgement:
         steps = sorted(r.step for r in rows if isinstance(r, Row) and r.step is not None)
         step = steps[len(steps) // 2] if steps else self.step
-        judgement, history = Judgement.void(step, self.exchange.size), self.history
+        judgement, histories = Judgement.void(step, self.exchange.size), self.histories
         try:
-            judgement, history = judge(
-                self.history,
-                self.membership.group,
-                step,
-                rows,
-                outcome.rows if outcome else None,
-                outcome.tie if outcome else None,
-                audit_reason=outcome.reason if outcome else None,
-            )
+            judgement, histories = self._compare(step, rows, outcome)
         except Exception as error:  # our border: a verdict that fails is no verdict, and the ranks still agree below
             self.reporter.swallow("verdict", error)
         agreed, highest = self.exchange.agree(judgement.code, judgement.digest)
         if agreed:
-            self.history = history
+            self.histories = histories
         combined = combine(judgement, agreed, highest, lasting=self._disagreed)
         self._disagreed = not agreed
         return combined
+
+    def _compare(
+        self, step: int, rows: Sequence[Row | RowError | None], outcome: Outcome | None = None
+    ) -> tuple[Judgement, tuple[History, ...]]:
+        """The pure verdict on one exchange; nothing is remembered yet."""
+        if self.membership.parts:
+            return judge_sets(self.histories, self.membership.parts, step, rows)
+        judgement, history = judge(
+            self.history,
+            self.membership.group,
+            step,
+            rows,
+            outcome.rows if outcome else None,
+            outcome.tie if outcome else None,
+            audit_reason=outcome.reason if outcome else None,
+        )
+        return judgement, (history,)
 
     def finish(self, timeout: timedelta) -> None:
         """Judges the last optimizer step through the rendezvous store: no collective, and peers may be gone already.
@@ -226,21 +257,21 @@ class Epoch:
         Raises:
             CorruptionDetected: that step was wrong on some rank, and `on_fault` is `halt`.
         """
-        if self.halt.standing or self.count == 0:
+        if self.halt.standing or self.count == 0 or not self.watched.comparable:
             return
         rows: list[Row | RowError | None] = []
         try:
             row = self._row(self.fields.state)
             rank, size = self.exchange.rank, self.exchange.size
             rows = last_rows(row, epoch=self.membership.epoch, rank=rank, size=size, timeout=timeout)
-            judgement, history = judge(self.history, self.membership.group, self.step, rows)
+            judgement, histories = self._compare(self.step, rows)
         except Exception as error:  # our border: a run that finished must end well
             self.reporter.swallow("weight_checksum", error)
             return
         if any(r is None for r in rows):
             log.warning("sdcwatch: peers did not close in time; the last checkpoint stays a candidate")
             return
-        self.history = history
+        self.histories = histories
         # No backward belongs to this row, so what it has no gradient for was not skipped: it was not due.
         due = tuple((check, result) for check, result in judgement.checks if check == "weight_checksum")
         self._settle(dataclasses.replace(judgement, checks=due), row, rows, None)
@@ -248,7 +279,7 @@ class Epoch:
     def _settle(
         self, judgement: Judgement, row: Row, rows: Sequence[Row | RowError | None], exchange: Exchange | None
     ) -> None:
-        checked, verified = checked_through(self.history), verified_through(self.history)
+        checked, verified = checked_everywhere(self.histories), verified_everywhere(self.histories)
         events = self.reporter.judged(
             judgement, row, when=median_time(rows, time.time()), checked=checked, verified=verified
         )

@@ -14,8 +14,9 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
+
+from sdcwatch.watch.replication import Wrapper
 
 
 class Prepared:
@@ -30,18 +31,19 @@ class Prepared:
         self.standing = False
         self.forwards = 0
         self._began: Callable[[], None] | None = None
-        self._ddp: DistributedDataParallel | None = None
+        self._ddp: Wrapper | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """A model that carries this hook can be copied and pickled; the copy is nobody's to watch."""
         return {"standing": False, "forwards": 0, "_began": None, "_ddp": None}
 
-    def watch(self, model: torch.nn.Module, ddp: DistributedDataParallel, began: Callable[[], None]) -> RemovableHandle:
+    def watch(self, model: torch.nn.Module, ddp: Wrapper, began: Callable[[], None]) -> RemovableHandle:
         """Hangs itself on the model; the handle takes it off.
 
         Args:
-            model: what the loop calls: DDP itself, or `torch.compile` of it. A hook inside would be compiled, too.
-            ddp: the DDP module, which says whether a backward reduces.
+            model: what the loop calls: DDP itself, the root of `fully_shard`, or `torch.compile` of either. A hook
+                inside would be compiled, too.
+            ddp: what says whether a backward reduces.
             began: called in the outermost graph task, when the backward of an output begins.
         """
         self._began = began

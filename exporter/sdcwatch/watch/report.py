@@ -132,8 +132,8 @@ class Reporter:
             else:
                 metrics.inc("sdc_checks_total", check=check)
                 self._ran[check] = time.time()
-        for check, sizes in judgement.group_sizes.items():
-            metrics.set("sdc_replica_groups", round(sum(1 / size for size in sizes)), check=check)
+        for check in judgement.group_sizes:
+            metrics.set("sdc_replica_groups", judgement.distinct(check), check=check)
         if judgement.group_sizes:
             smallest = min(sizes[self.rank] for sizes in judgement.group_sizes.values())
             metrics.set("sdc_replica_group_size", smallest)

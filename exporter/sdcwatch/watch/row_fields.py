@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.nn.parallel import DistributedDataParallel
 
 from sdcwatch.checks.conservation import Conservation
 from sdcwatch.checks.gradients import LocalGradients, reduced
@@ -22,6 +21,7 @@ from sdcwatch.checks.weights import OptimizerWatch, hyperparameters_digest, vers
 from sdcwatch.fingerprint import combine as digests_combined
 from sdcwatch.fingerprint import fingerprint
 from sdcwatch.observation import SkipReason
+from sdcwatch.watch.replication import ShardedReplicas, Wrapper
 from sdcwatch.watch.report import Reporter
 
 
@@ -30,13 +30,23 @@ class Watched:
     """What the epoch watches. `model` is what the loop calls; `parameters` are the replicated ones, in module order."""
 
     model: torch.nn.Module
-    ddp: DistributedDataParallel
+    ddp: Wrapper
     optimizer: torch.optim.Optimizer
     loss_fn: LossFunction | None
     parameters: Sequence[torch.nn.Parameter]
     device: torch.device
     schema: int
     scaler: torch.amp.GradScaler | None = None
+
+    @property
+    def comparable(self) -> bool:
+        """Whether any state is held by more than one rank."""
+        return not isinstance(self.ddp, ShardedReplicas) or self.ddp.replicated
+
+    @property
+    def local_gradients(self) -> Sequence[torch.nn.Parameter]:
+        """The parameters whose gradient a hook sees before the reduce; under `fully_shard` none."""
+        return () if isinstance(self.ddp, ShardedReplicas) else self.parameters
 
     def scale(self) -> float | None:
         """The loss scale, where a scaler was passed. Never guessed from gradients: ranks may weight their losses."""
@@ -51,7 +61,7 @@ class RowFields:
         watched: Watched,
         reporter: Reporter,
         local: LocalGradients,
-        conservation: Conservation,
+        conservation: Conservation | None,
         optimizer_watch: OptimizerWatch,
         recorder: Recorder,
     ) -> None:
@@ -67,17 +77,19 @@ class RowFields:
     def measured(self) -> dict[str, Any]:
         """All fields of a checked backward, at its end."""
         digest, nonfinite = reduced(self._watched.parameters)
-        norm = self._local.norm()
         return {
-            "local_norm": norm,
-            "local_nonfinite": int(not math.isfinite(norm)),
             "reduced": digest,
             "reduced_nonfinite": int(nonfinite),
-            **self._conserved(),
+            **(self._before_the_reduce() if self._watched.local_gradients else {}),
             **self.state(),
         }
 
+    def _before_the_reduce(self) -> dict[str, Any]:
+        norm = self._local.norm()
+        return {"local_norm": norm, "local_nonfinite": int(not math.isfinite(norm)), **self._conserved()}
+
     def _conserved(self) -> dict[str, Any]:
+        assert self._conservation is not None, "where local gradients are seen, DDP reduces them"
         norms = self._local.norms()
         if not self._conservation.finished(norms):
             self._unfinished += 1

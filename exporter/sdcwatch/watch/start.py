@@ -15,8 +15,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
 
 from sdcwatch.errors import ConfigurationError
 from sdcwatch.fingerprint import digest_bytes
@@ -54,6 +52,7 @@ class Membership:
     facts: tuple[dict[str, str], ...]
     group: Group
     replays: bool
+    parts: tuple[Group, ...] = ()  # replica sets, where not all ranks hold the same state
 
     @property
     def nodes(self) -> dict[str, list[int]]:
@@ -66,32 +65,6 @@ class Membership:
     def reporters(self, without: frozenset[str] = frozenset()) -> tuple[int, ...]:
         """The lowest rank of each of the two lowest nodes that are not in `without`."""
         return tuple(ranks[0] for key, ranks in self.nodes.items() if key not in without)[:2]
-
-
-def unwrap(model: torch.nn.Module) -> DistributedDataParallel:
-    """Finds DDP under what the user trains: `DDP(m)`, or `torch.compile(DDP(m))`.
-
-    Raises:
-        ConfigurationError: no DDP, or DDP inside another DDP.
-    """
-    inner = getattr(model, "_orig_mod", model)
-    if not isinstance(inner, DistributedDataParallel):
-        raise ConfigurationError(
-            f"Monitor needs a DistributedDataParallel model, got {type(model).__name__}: wrap it first, "
-            "ddp_model = DistributedDataParallel(model), and pass ddp_model"
-        )
-    held, all_ranks = dist.get_world_size(inner.process_group), dist.get_world_size()
-    if held != all_ranks:
-        raise ConfigurationError(
-            f"this model's process group holds {held} of {all_ranks} ranks: "
-            "replica groups smaller than the job are not supported; give DDP the default group"
-        )
-    if any(isinstance(m, DistributedDataParallel) for m in inner.module.modules()):
-        raise ConfigurationError(
-            "this DistributedDataParallel model holds another one: two reducers in one backward are not supported; "
-            "wrap the whole model once"
-        )
-    return inner
 
 
 def check_optimizer(optimizer: Any) -> torch.optim.Optimizer:
@@ -108,15 +81,10 @@ def check_optimizer(optimizer: Any) -> torch.optim.Optimizer:
     return optimizer
 
 
-def replicated_parameters(ddp: DistributedDataParallel) -> list[tuple[str, torch.nn.Parameter]]:
-    """The parameters whose gradients DDP reduces: named, once each, in module order."""
-    ignored = set(getattr(ddp, "parameters_to_ignore", ()))
-    return [(n, p) for n, p in ddp.module.named_parameters() if p.requires_grad and n not in ignored]
-
-
-def schema_digest(parameters: list[tuple[str, torch.nn.Parameter]]) -> int:
-    """uint64 of names, shapes and dtypes."""
-    return digest_bytes("\n".join(f"{n} {tuple(p.shape)} {p.dtype}" for n, p in parameters).encode())
+def schema_digest(parameters: list[tuple[str, torch.nn.Parameter]], sets: tuple[tuple[int, ...], ...] = ()) -> int:
+    """uint64 of names, shapes and dtypes, and of the replica sets where there are several."""
+    lines = [f"{n} {tuple(p.shape)} {p.dtype}" for n, p in parameters]
+    return digest_bytes("\n".join([*lines, repr(sets)] if len(sets) > 1 else lines).encode())
 
 
 def instance_digest(identity: Identity) -> int:
@@ -134,8 +102,13 @@ def new_epoch() -> str:
     return f"e{int(time.time() * 1000):013d}-{secrets.token_hex(4)}"
 
 
-def join(exchange: Exchange, mine: Brought, own_error: Exception | None) -> Membership | None:
+def join(
+    exchange: Exchange, mine: Brought, own_error: Exception | None, sets: tuple[tuple[int, ...], ...] = ()
+) -> Membership | None:
     """Exchanges what all ranks brought.
+
+    Args:
+        sets: the ranks that hold the same state, as every rank reads them from its model; empty: all of them.
 
     Returns:
         The membership, or None when a rank has the monitor switched off (then it is off on all).
@@ -180,6 +153,7 @@ def join(exchange: Exchange, mine: Brought, own_error: Exception | None) -> Memb
         facts=tuple(b.facts or {} for b in brought),
         group=group,
         replays=all(b.replays for b in brought),
+        parts=tuple(group.part(members) for members in sets) if len(sets) > 1 else (),
     )
 
 
