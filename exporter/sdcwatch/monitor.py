@@ -443,7 +443,7 @@ class Monitor:
 
 def named_parameters(watched: Watched) -> list[tuple[str, torch.nn.Parameter]]:
     """The replicated parameters by name, as manifests have them."""
-    return start.replicated_parameters(watched.ddp)
+    return replicated_parameters(watched.ddp)
 
 
 def _step_number(step: Any) -> int:
