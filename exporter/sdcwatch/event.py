@@ -31,7 +31,7 @@ PATHS = (
     "code",
     "transport",
 )
-ACTIONS = ("observe", "halt")
+ACTIONS = ("observe", "halt", "heal")
 TRUSTS = ("verified", "checked")
 
 #: What log pipelines look for on stderr; the journal line follows on the same line.

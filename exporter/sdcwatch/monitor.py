@@ -28,6 +28,7 @@ from sdcwatch.checkpoints.record import StateDigests
 from sdcwatch.checkpoints.trust import CheckpointTrust
 from sdcwatch.checks.replay import LossFunction
 from sdcwatch.errors import CheckpointError, ConfigurationError, SdcwatchError
+from sdcwatch.heal.healer import refuse_start as refuse_heal
 from sdcwatch.identity import job_name, take
 from sdcwatch.latch.files import refuse_start
 from sdcwatch.settings import Settings, disabled
@@ -123,6 +124,9 @@ class Monitor:
         self._closed = False
         self._optimizer_covered = False
         self._settings = Settings()
+        if not disabled():
+            # Also where nothing will be watched: a mistake should show on the laptop, not on the first night of the job.
+            Settings.load(settings)
         if not dist.is_available() or not dist.is_initialized():
             self._off("no process group is initialized")
             return
@@ -164,10 +168,10 @@ class Monitor:
         if disabled():
             return start.Brought(disabled=True), None
         try:
-            start.check_optimizer(optimizer)
-            if not parameters:
-                raise ConfigurationError("the model has no parameter whose gradient DDP reduces: nothing to compare")
             self._settings = Settings.load(arguments)
+            start.check_given(optimizer, parameters, self._loss_fn, self._settings)
+            if self._settings.on_fault == "heal":
+                refuse_heal(unwrap(self._model), optimizer, self._loss_fn)
             identity = take(
                 self._settings,
                 rank=dist.get_rank(),
@@ -342,7 +346,7 @@ class Monitor:
             raise ConfigurationError("s.loss(batch) needs Monitor(..., loss_fn=loss_fn)")
         if self._epoch is None:
             return self._loss_fn(self._model, batch)
-        return self._epoch.recorder.loss(self._loss_fn, self._model, batch, audited=self._epoch.audit_due)
+        return self._epoch.loss(self._loss_fn, batch)
 
     def phase(self, phase: str) -> None:
         """Says what the job does now, so that liveness alerts know: `training`, `evaluating` or `checkpointing`.

@@ -33,13 +33,14 @@ _SERVICE_NAME = re.compile(r".*_(SERVICE_(HOST|PORT(_.*)?)|PORT_\d+_(TCP|UDP|SCT
 _SERVICE_VALUE = re.compile(r"(tcp|udp|sctp)://.*")
 
 _CHOICES = {
-    "on_fault": ("observe", "halt"),
+    "on_fault": ("observe", "halt", "heal"),
     "agent": ("auto", "external", "off"),
 }
 _AT_LEAST = {
     "check_every": 1,
     "conservation_every": 0,
     "replay_every": 0,
+    "heal_window": 0,
     "halt_grace_scrapes": 0,
     "halt_grace_seconds": 0,
     "metrics_interval": 0,
@@ -62,7 +63,10 @@ class Settings:
         gpu_uuid: overrides the device's own UUID (for CPU runs and tests).
         spool_dir: root of this node's spool.
         checkpoint_dir: where checkpoints and the latch live; shared by all nodes. None: no latch outside the spool.
-        on_fault: `observe` reports; `halt` raises out of `backward()` on a proven difference of state.
+        on_fault: `observe` reports; `halt` raises out of `backward()` on a proven difference of state; `heal` undoes it
+            inside `backward()` where that is sound, and halts where it is not (docs/healing.md).
+        heal_window: with `heal`, a second event that may be of the same node halts when it comes within this many
+            reducing backwards of the first.
         check_every: gradient and weight checks run on every n-th reducing backward.
         conservation_every: the reduced gradient is held against the average of the local ones on every n-th reducing
             backward, the first included; 0 turns it off. It costs several fingerprints, so it does not run on each.
@@ -85,6 +89,7 @@ class Settings:
     spool_dir: str = "/tmp/sdcwatch"
     checkpoint_dir: str | None = None
     on_fault: str = "observe"
+    heal_window: int = 1000
     check_every: int = 1
     conservation_every: int = 10
     replay_every: int = 200

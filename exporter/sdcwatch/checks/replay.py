@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from sdcwatch.checks.module_state import ModuleState
 from sdcwatch.fingerprint import combine, digest_bytes, fingerprint
 
 LossFunction = Callable[[torch.nn.Module, Any], torch.Tensor]
@@ -82,7 +83,7 @@ class Recorder:
         if not audited:
             return loss_fn(model, batch)
         try:
-            taken = MicroBatch(batch, rng_state(self._device), _autocast(self._device))
+            taken = MicroBatch(batch, rng_state(self._device), autocast_state(self._device))
             data = _dump(_own(batch))
             self._shapes.append(f"{signature(batch)};{taken.autocast}")
         except Exception:  # our border: pickling runs the batch's own code; the loss itself must run outside this block
@@ -149,7 +150,7 @@ def run(
     """
     content = _load(payload, device)
     total: list[torch.Tensor | None] = [None] * len(parameters)
-    with _traceless(module, device):
+    with traceless(module, device):
         for submodule, training in zip(module.modules(), content["training"], strict=False):
             submodule.training = training
         for data, rng, autocast, seed in content["batches"]:
@@ -239,17 +240,10 @@ def set_rng_state(state: dict[str, Any], device: torch.device) -> None:
 
 
 @contextlib.contextmanager
-def _traceless(module: torch.nn.Module, device: torch.device) -> Iterator[None]:
-    """Buffers, attributes, RNG, train and determinism flags are as before when the block ends, whatever happens in it.
-
-    Of an attribute of a module (a counter, a cached length) what it is bound to is put back, not what a list or a
-    tensor that it holds contains. All of them, since a length put back without the table it belongs to would lie.
-    """
+def traceless(module: torch.nn.Module, device: torch.device) -> Iterator[None]:
+    """Module, RNG and determinism flags are as before when the block ends, whatever happens in it."""
     rng = rng_state(device)
-    attributes = [(m, dict(m.__dict__)) for m in module.modules()]
-    places = [(m, dict(m._buffers)) for m in module.modules()]
-    buffers = [(b, b.detach().clone()) for b in module.buffers() if not _overlaps(b)]
-    flags = [(m, m.training) for m in module.modules()]
+    state = ModuleState(module)
     deterministic = torch.get_deterministic_debug_mode()
     filled = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
     try:
@@ -263,22 +257,7 @@ def _traceless(module: torch.nn.Module, device: torch.device) -> Iterator[None]:
         torch.set_deterministic_debug_mode(deterministic)
         torch.utils.deterministic.fill_uninitialized_memory = filled  # type: ignore[attr-defined]
         set_rng_state(rng, device)
-        for submodule, bound in attributes:
-            for name in submodule.__dict__.keys() - bound.keys():
-                del submodule.__dict__[name]
-            # through __dict__: a property or a __setattr__ of the module's own must not see this
-            submodule.__dict__.update({n: v for n, v in bound.items() if submodule.__dict__.get(n, places) is not v})
-        for submodule, named in places:
-            # a forward may have put a new tensor in a buffer's place
-            if submodule._buffers.keys() != named.keys() or any(submodule._buffers[n] is not named[n] for n in named):
-                submodule._buffers.clear()
-                submodule._buffers.update(named)
-        with torch.no_grad():
-            for buffer, saved in buffers:
-                # through .data: the version counter of a buffer that autograd saved must not move
-                buffer.data.copy_(saved)
-        for submodule, training in flags:
-            submodule.training = training
+        state.restore()
 
 
 def _accumulate(total: torch.Tensor | None, gradient: torch.Tensor | None, *, based: bool) -> torch.Tensor | None:
@@ -290,16 +269,9 @@ def _accumulate(total: torch.Tensor | None, gradient: torch.Tensor | None, *, ba
     return total.add_(gradient)
 
 
-def _autocast(device: torch.device) -> tuple[str, bool, torch.dtype]:
+def autocast_state(device: torch.device) -> tuple[str, bool, torch.dtype]:
     kind = device.type
     return kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
-
-
-def _overlaps(tensor: torch.Tensor) -> bool:
-    """An expanded tensor: torch refuses in-place writes to it, the loss function's as well as ours."""
-    return tensor.layout is torch.strided and any(
-        stride == 0 and size > 1 for size, stride in zip(tensor.size(), tensor.stride(), strict=True)
-    )
 
 
 def _own(value: Any) -> Any:

@@ -40,7 +40,7 @@ class Halt:
         self._checkpoint_dir = checkpoint_dir
         self._scrapes = scrapes
         self._seconds = seconds
-        self._standing: CorruptionDetected | None = None
+        self._standing: BaseException | None = None
         self._met = 0
 
     @property
@@ -58,6 +58,14 @@ class Halt:
         finally:  # whatever state the streams are in, a halted rank goes no further
             os._exit(EXIT_HALTED)
 
+    def stop(self, error: BaseException) -> None:
+        """This rank must not go on, whatever the loop catches; nothing new is proven, so no latch is written.
+
+        Args:
+            error: what happened amid collectives of ours; a peer that died looks the same.
+        """
+        self._standing = error
+
     def raise_for(self, event: Event, exchange: Exchange | None) -> None:
         """Stops this rank; collective, so every rank calls it with the same event.
 
@@ -69,18 +77,18 @@ class Halt:
         """
         self._reporter.state("halted")
         self._latch(event)
-        self._taint(event)
+        self.taint(event)
         if exchange is not None:
             exchange.agree(1, 1)  # "written": nobody leaves before everybody's proof and latch are on disk
         self._grace(time.time())
-        self._standing = CorruptionDetected(
+        self._standing = error = CorruptionDetected(
             f"sdcwatch halted step {event.step}: {event.sentence} (event {event.id}; the latch keeps the job stopped "
             "until it is released, see `sdcwatch latch show`)",
             event_id=event.id,
             step=event.step,
         )
-        _exit_with_status(self._standing)
-        raise self._standing
+        _exit_with_status(error)
+        raise error
 
     def _latch(self, event: Event) -> None:
         membership = self._reporter.membership
@@ -116,7 +124,8 @@ class Halt:
         except (OSError, SdcwatchError) as error:
             self._reporter.swallow("latch", error)
 
-    def _taint(self, event: Event) -> None:
+    def taint(self, event: Event) -> None:
+        """Renames the checkpoints that may hold what this event shows; only the job's lowest rank does."""
         if self._checkpoint_dir is None or self._reporter.rank != self._reporter.membership.reporters()[0]:
             return
         try:
@@ -162,7 +171,7 @@ def _exit_with_status(error: CorruptionDetected) -> None:
     sys.excepthook = hook
 
 
-def containing(events: Sequence[Event]) -> Event | None:
-    """The event that stops the job: the first that names somebody, else the first that asks to halt."""
-    halting = [e for e in events if e.action == "halt"]
-    return next((e for e in halting if e.suspects), halting[0] if halting else None)
+def containing(events: Sequence[Event], *actions: str) -> Event | None:
+    """The event for which the job stops, of those with such an action: one that names somebody, else the first."""
+    acted = [e for e in events if e.action in actions]
+    return next((e for e in acted if e.suspects), acted[0] if acted else None)

@@ -19,10 +19,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from sdcwatch.checks.conservation import Conservation
 from sdcwatch.checks.gradients import LocalGradients
-from sdcwatch.checks.replay import Recorder
+from sdcwatch.checks.replay import LossFunction, Recorder
 from sdcwatch.checks.weights import OptimizerWatch
 from sdcwatch.environment import describe, digest
 from sdcwatch.errors import CorruptionDetected
+from sdcwatch.event import Event
+from sdcwatch.heal.plan import asks
 from sdcwatch.observation import ErrorCode, Row, RowError
 from sdcwatch.settings import Settings
 from sdcwatch.verdict import (
@@ -37,6 +39,7 @@ from sdcwatch.verdict import (
 from sdcwatch.watch.audit import Auditor, Outcome
 from sdcwatch.watch.contain import Halt, containing
 from sdcwatch.watch.exchange import Exchange, last_rows
+from sdcwatch.watch.mend import Mender
 from sdcwatch.watch.prepared import Prepared
 from sdcwatch.watch.report import Reporter, log, median_time
 from sdcwatch.watch.row_fields import RowFields, Watched
@@ -77,10 +80,12 @@ class Epoch:
         self._settled = settled
         self._last_settled: tuple[int | None, int | None] = (None, None)
         self._armed_at: int | None = None
-        self._backwards_in_step = 0
+        self.backwards_in_step = 0
+        self._in_step = False
         self._join_seen = False
         self._disagreed = False
         self._audits_skipped = 0
+        self.mender = Mender(self, settings.heal_window) if settings.on_fault == "heal" else None
         self._environment = membership.group.environments[exchange.rank]
         self.prepared = Prepared()
         self._forward_handle = self.prepared.watch(watched.model, watched.ddp, self._backward_begins)
@@ -135,17 +140,34 @@ class Epoch:
     def conservation_due(self) -> bool:
         """Whether the next reducing backward is held against the average of the local gradients."""
         every = self._settings.cadence(self._settings.conservation_every)
-        return bool(every) and bool(self.watched.local_gradients) and self.count % every == 0
+        return bool(every) and bool(self.watched.local_gradients) and (self._healing or self.count % every == 0)
+
+    @property
+    def _healing(self) -> bool:
+        """Whether the backward that runs is a heal's own."""
+        return self.mender is not None and self.mender.healer.busy
 
     def begin_step(self, step: int) -> None:
         """A new training step; meets a standing halt."""
         self.halt.meet()
         self.step = step
-        self._backwards_in_step = 0
+        self.backwards_in_step = 0
+        self._in_step = True
         self.recorder.begin()
+        if self.mender is not None:
+            self.mender.healer.keeper.begin()
+
+    def loss(self, loss_fn: LossFunction, batch: Any) -> Any:
+        """Calls `loss_fn(model, batch)`, keeping what an audit or a heal of this step will need."""
+
+        def compute() -> Any:
+            return self.recorder.loss(loss_fn, self.watched.model, batch, audited=self.audit_due)
+
+        return compute() if self.mender is None else self.mender.healer.loss(batch, compute)
 
     def end_step(self, seconds: float) -> None:
         """The step is over: counts and writes; nothing collective."""
+        self._in_step = False
         if self._join_seen:
             self._join_seen = False
             for check in ("gradient_checksum", "allreduce_conservation", "weight_checksum", "replay"):
@@ -178,24 +200,34 @@ class Epoch:
             self.conservation.begin(self.count, due=self.conservation_due, followed=self.local.followed())
 
     def _end_of_backward(self) -> None:
-        checked, audited = self.check_due, self.audit_due
         self.prepared.used()
+        if self._healing:
+            return  # a heal's own backward: `_healed` exchanges once it is over
+        checked, audited = self.check_due, self.audit_due
         self.count += 1
-        self._backwards_in_step += 1
+        self.backwards_in_step += 1
         try:
+            if self.mender is not None:
+                self.mender.healer.refuse_first_steps(self.count, self.backwards_in_step if self._in_step else 0)
             if checked:
                 self._exchange(audited)
         finally:
             self.local.begin(audited=self.audit_due)
+            if self.mender is not None:
+                self.mender.healer.keeper.release()
 
     def _exchange(self, audited: bool) -> None:
         begin = time.perf_counter()
         payload = self._audit_payload() if audited else None
-        row = self._row(lambda: self.fields.measured() | (self._replayable(payload) if audited else {}))
+        row = self.own_row(lambda: self.fields.measured() | (self._replayable(payload) if audited else {}))
         rows = self.exchange.rows(row)
         outcome, audit_seconds = self._audit(rows, row, payload) if audited else (None, 0.0)
-        judgement = self._judge(rows, outcome)
-        self._settle(judgement, row, rows, self.exchange)
+        before = self.histories
+        judgement = self.judge_rows(rows, outcome)
+        if self.mender is not None and asks(judgement):
+            self.mender.mend(judgement, before, row, rows, outcome)
+        else:
+            self._settle(judgement, row, rows, self.exchange)
         counted = audit_seconds + (self.conservation.row_seconds if self.conservation is not None else 0.0)
         self.reporter.spent("gradient_checksum", time.perf_counter() - begin - counted)
 
@@ -219,7 +251,7 @@ class Epoch:
             self.reporter.swallow("replay", error)
             return None
 
-    def _judge(self, rows: Sequence[Row | RowError], outcome: Outcome | None) -> Judgement:
+    def judge_rows(self, rows: Sequence[Row | RowError], outcome: Outcome | None) -> Judgement:
         steps = sorted(r.step for r in rows if isinstance(r, Row) and r.step is not None)
         step = steps[len(steps) // 2] if steps else self.step
         judgement, histories = Judgement.void(step, self.exchange.size), self.histories
@@ -261,7 +293,7 @@ class Epoch:
             return
         rows: list[Row | RowError | None] = []
         try:
-            row = self._row(self.fields.state)
+            row = self.own_row(self.fields.state)
             rank, size = self.exchange.rank, self.exchange.size
             rows = last_rows(row, epoch=self.membership.epoch, rank=rank, size=size, timeout=timeout)
             judgement, histories = self._compare(self.step, rows)
@@ -279,18 +311,23 @@ class Epoch:
     def _settle(
         self, judgement: Judgement, row: Row, rows: Sequence[Row | RowError | None], exchange: Exchange | None
     ) -> None:
-        checked, verified = checked_everywhere(self.histories), verified_everywhere(self.histories)
-        events = self.reporter.judged(
-            judgement, row, when=median_time(rows, time.time()), checked=checked, verified=verified
-        )
-        if (checked, verified) != self._last_settled:
-            self._last_settled = (checked, verified)
-            self._settled(checked, verified)
-        event = containing(events)
+        event = containing(self.report(judgement, row, rows), "halt")
         if event is not None:
             self.halt.raise_for(event, exchange)
 
-    def _row(self, measure: Callable[[], dict[str, Any]]) -> Row:
+    def report(
+        self, judgement: Judgement, row: Row, rows: Sequence[Row | RowError | None], action: str | None = None
+    ) -> list[Event]:
+        """Makes a judgement durable; its new events. `action`: what happens to what contains (default: `on_fault`)."""
+        checked, verified = checked_everywhere(self.histories), verified_everywhere(self.histories)
+        when = median_time(rows, time.time())
+        events = self.reporter.judged(judgement, row, when=when, checked=checked, verified=verified, action=action)
+        if (checked, verified) != self._last_settled:
+            self._last_settled = (checked, verified)
+            self._settled(checked, verified)
+        return events
+
+    def own_row(self, measure: Callable[[], dict[str, Any]]) -> Row:
         fixed: dict[str, Any] = {
             "rank": self.exchange.rank,
             "instance": self.membership.group.instances[self.exchange.rank],
@@ -306,7 +343,7 @@ class Epoch:
             return Row(**fixed, error=ErrorCode.CHECK)
 
     def _replayable(self, payload: bytes | None) -> dict[str, Any]:
-        return self.fields.replayable(payload, collective=self.auditor.collective, backwards=self._backwards_in_step)
+        return self.fields.replayable(payload, collective=self.auditor.collective, backwards=self.backwards_in_step)
 
     def _guard(self, what: str, measure: Callable[[], None]) -> None:
         begin = time.perf_counter()

@@ -40,7 +40,7 @@ class Reporter:
         membership: the epoch's ranks.
         rank: this rank.
         spool: this rank's spool, None where it could not be opened (then only the log speaks).
-        on_fault: `observe` or `halt`, as events say what happens next.
+        on_fault: `observe`, `halt` or `heal`, as events say what happens next.
         kept: how many verdicts `verdicts` remembers.
         interval: seconds between two writes of the metrics file.
     """
@@ -88,7 +88,14 @@ class Reporter:
         self.write(force=True)
 
     def judged(
-        self, judgement: Judgement, row: Row, *, when: float, checked: int | None, verified: int | None
+        self,
+        judgement: Judgement,
+        row: Row,
+        *,
+        when: float,
+        checked: int | None,
+        verified: int | None,
+        action: str | None = None,
     ) -> list[events.Event]:
         """Takes one judgement: counts it, and makes its new verdicts durable.
 
@@ -97,26 +104,28 @@ class Reporter:
             row: this rank's own row.
             when: the event time, unix seconds, equal on all ranks.
             checked, verified: newest checked and verified step.
+            action: what happens to a verdict that contains; by default `halt`, unless `on_fault` is `observe`.
 
         Returns:
             The new events, in the order of the verdicts; on disk when this returns (on the ranks that write them).
         """
         self._count(judgement, row, checked, verified)
-        published = [self.publish(verdict, when) for verdict in judgement.verdicts if verdict.new]
+        published = [self.publish(verdict, when, action) for verdict in judgement.verdicts if verdict.new]
         new = [event for event in published if event is not None]
         self.write(force=bool(new))
         return new
 
-    def publish(self, verdict: Verdict, when: float) -> events.Event | None:
+    def publish(self, verdict: Verdict, when: float, action: str | None = None) -> events.Event | None:
         """Makes one new verdict an event; None where it is `undefined`, which is remembered only.
 
         Args:
             when: the event time, unix seconds, equal on all ranks.
+            action: as of `judged`.
         """
         self.verdicts.append(verdict)
         if verdict.kind == "undefined":
             return None
-        event = self.event(verdict, when)
+        event = self.event(verdict, when, action)
         self._publish(verdict, event)
         return event
 
@@ -154,9 +163,9 @@ class Reporter:
         if verified is not None:
             metrics.set("sdc_verified_step", verified)
 
-    def event(self, verdict: Verdict, when: float) -> events.Event:
+    def event(self, verdict: Verdict, when: float, action: str | None = None) -> events.Event:
         """The event of a verdict: the same bytes on every rank."""
-        halts = self._on_fault == "halt" and verdict.contains
+        contained = action or ("observe" if self._on_fault == "observe" else "halt")
         identities = self.membership.identities
         return events.Event(
             id=events.event_id(
@@ -177,7 +186,7 @@ class Reporter:
             path=verdict.path,
             sentence=verdict.sentence,
             evidence=verdict.evidence,
-            action="halt" if halts else "observe",
+            action=contained if verdict.contains else "observe",
             drill=False,
             world_size=len(identities),
             last_clean_step=verdict.last_clean_step,
@@ -215,6 +224,14 @@ class Reporter:
             self.swallow("spool", SpoolError(self.spool.last_refusal))
         self.say(events.verdict_line(line) + (f"\n{self._block(event)}" if self.rank in outsiders[:1] else ""))
 
+    def heal(self, check: str, outcome: str, why: str) -> None:
+        """Counts how a heal ended (`healed`, `failed`, `refused`), and says it; `why` is empty for `healed`."""
+        self.metrics.inc("sdc_heals_total", check=check, outcome=outcome)
+        self.write(force=True)
+        if self.rank in self.membership.reporters()[:1]:
+            text = "the step was healed and checked again; training goes on" if outcome == "healed" else why
+            self.say(f"sdcwatch: heal of {check}: {outcome}: {text}")
+
     def say(self, text: str) -> None:
         """Prints to stderr. A full disk or a closed pipe there is counted and never ends training."""
         try:
@@ -227,6 +244,8 @@ class Reporter:
             now = f"the job stops before the optimizer step of step {event.step}; no rank trains on"
         elif event.check == "checkpoint":
             now = "this resume is refused; no step is trained from it"
+        elif event.action == "heal":
+            now = "the step is healed and checked again before any rank uses it; where that fails, the job halts"
         else:
             now = f"training goes on: on_fault={self._on_fault}"
         folder = self.spool.job_directory if self.spool is not None else "<spool>"

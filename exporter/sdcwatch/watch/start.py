@@ -9,6 +9,7 @@ for the epoch.
 from __future__ import annotations
 
 import dataclasses
+import os
 import secrets
 import time
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ from sdcwatch.verdict import Group
 from sdcwatch.watch.exchange import Exchange
 
 #: Settings that decide which collectives run when; ranks that differ in one would split.
-SHARED_SETTINGS = ("on_fault", "check_every", "conservation_every", "replay_every")
+SHARED_SETTINGS = ("on_fault", "heal_window", "check_every", "conservation_every", "replay_every")
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +80,27 @@ def check_optimizer(optimizer: Any) -> torch.optim.Optimizer:
             f"optimizer is {type(optimizer).__name__}; pass the torch.optim.Optimizer itself (unwrapped)"
         )
     return optimizer
+
+
+def check_given(
+    optimizer: Any, parameters: list[tuple[str, torch.nn.Parameter]], loss_fn: Any, settings: Settings
+) -> None:
+    """Raises ConfigurationError for what can be seen to be a mistake before the first step."""
+    stepped = {id(p) for group in check_optimizer(optimizer).param_groups for p in group["params"]}
+    if not parameters:
+        raise ConfigurationError("the model has no parameter whose gradient DDP reduces: nothing to compare")
+    if not any(id(p) in stepped for _, p in parameters):
+        raise ConfigurationError(
+            "this optimizer steps no parameter of this model: pass the optimizer that was made from its parameters "
+            "(make it after the model was wrapped or moved)"
+        )
+    if loss_fn is not None and not callable(loss_fn):
+        raise ConfigurationError(
+            f"loss_fn is {type(loss_fn).__name__}; pass the function itself: loss_fn(model, batch)"
+        )
+    folder = settings.checkpoint_dir
+    if folder and os.path.exists(folder) and not os.path.isdir(folder):
+        raise ConfigurationError(f"checkpoint_dir is {folder}, which is no folder; name the folder of the checkpoints")
 
 
 def schema_digest(parameters: list[tuple[str, torch.nn.Parameter]], sets: tuple[tuple[int, ...], ...] = ()) -> int:
