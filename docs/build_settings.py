@@ -19,7 +19,8 @@ Generated from `exporter/sdcwatch/settings.py` by `python docs/build_settings.py
 
 Each setting can be passed to `Monitor(...)`, stand in the environment, or stand in a TOML file. Precedence: argument >
 environment > file > default. The file is `sdcwatch.toml` in the working folder, or what `SDCWATCH_CONFIG` names. An
-unknown key is an error in all three places. `on_fault`, `check_every` and `replay_every` must be equal on all ranks.
+unknown key is an error in all three places. `on_fault`, `heal_window`, `check_every`,
+`conservation_every` and `replay_every` must be equal on all ranks.
 
 Three more variables are no settings: `SDCWATCH_CONFIG` names the file, `SDCWATCH_DISABLE=1` turns the monitor off
 without a code change (on one rank: on all), and `SDCWATCH_TESTING_FAULT` holds the faults of `sdcwatch.testing`, which

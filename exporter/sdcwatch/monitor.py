@@ -125,7 +125,7 @@ class Monitor:
         self._optimizer_covered = False
         self._settings = Settings()
         if not disabled():
-            # Also where nothing will be watched: a mistake should show on the laptop, not on the first night of the job.
+            # Also where nothing will be watched: a mistake should show on the laptop already.
             Settings.load(settings)
         if not dist.is_available() or not dist.is_initialized():
             self._off("no process group is initialized")

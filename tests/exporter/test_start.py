@@ -75,9 +75,9 @@ def test_reporters_are_the_lowest_ranks_of_two_nodes() -> None:
     ("odd", "message"),
     [
         ({"error": "set SDCWATCH_JOB"}, "rank 1: set SDCWATCH_JOB"),
-        ({"settings": ("halt", 1, 10, 200)}, r"on_fault differs between ranks .*rank 0: observe, rank 1: halt"),
-        ({"settings": ("observe", 2, 10, 200)}, "check_every differs"),
-        ({"settings": ("observe", 1, 10, 0)}, "replay_every differs"),
+        ({"settings": ("halt", 1, 10, 200, 1000)}, r"on_fault differs between ranks .*rank 0: observe, rank 1: halt"),
+        ({"settings": ("observe", 2, 10, 200, 1000)}, "check_every differs"),
+        ({"settings": ("observe", 1, 10, 0, 1000)}, "replay_every differs"),
         ({"schema": 3}, r"rank\(s\) \[1\] are not those of rank 0"),
         ({"identity": who(1, job="other")}, "different jobs or clusters"),
         ({"identity": who(1, cluster="other")}, "different jobs or clusters"),

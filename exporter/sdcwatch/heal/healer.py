@@ -12,7 +12,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from sdcwatch.checks.conservation import undefined
@@ -42,7 +41,7 @@ def refuse_start(ddp: Wrapper, optimizer: Any, loss_fn: LossFunction | None) -> 
         why = "it computes gradients again with loss_fn and s.loss(batch), and Monitor was given no loss_fn"
     elif undefined(ddp) is not None or hasattr(ddp, "buffer_hook"):
         why = "a communication hook may carry state from one reduce to the next, so a reduce cannot be repeated"
-    elif isinstance(optimizer, ZeroRedundancyOptimizer):
+    elif any(c.__name__ == "ZeroRedundancyOptimizer" for c in type(optimizer).__mro__):
         why = "ZeroRedundancyOptimizer keeps each state on one rank only, so no majority holds it"
     elif any(hasattr(p, "_in_backward_optimizers") for p in ddp.module.parameters()):
         why = "an optimizer that steps inside backward() has used a gradient before it could be checked"

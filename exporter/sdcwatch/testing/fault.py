@@ -25,7 +25,7 @@ LOCATIONS = (
     "weights_at_rest",
     "optimizer_state_at_rest",
 )
-MODES = ("persistent", "intermittent", "transient")
+MODES = ("persistent", "intermittent", "transient", "once")
 _KINDS: dict[str, type] = {
     "step": int, "rank": int, "parameter": int, "seed": int, "call": int, "hop": int, "instance": str, "marker": str,
 }  # fmt: skip
@@ -48,7 +48,8 @@ class Fault:
             `weights_at_rest`, `optimizer_state_at_rest`: memory, between two steps.
         step: first training step that is hit.
         mode: `persistent` hits every step from there on; `intermittent` the first, and of what follows about one in
-            two, as the seed decides; `transient` one step only.
+            two, as the seed decides; `transient` one step only; `once` the
+            first time in that step that its place is passed, so a repeated backward is right.
         rank, instance: whom it hits; a fault with an instance follows that machine, whatever rank it runs.
         pattern: a name of `sdcwatch.testing.patterns.PATTERNS`.
         parameter: which parameter (index in module order; taken modulo their number).
@@ -82,8 +83,8 @@ class Fault:
             value = getattr(self, name)
             if value is not None and (not isinstance(value, kinds) or isinstance(value, bool)):
                 raise ConfigurationError(f"fault's {name} is {value!r}; it must be {kinds.__name__}")
-        if self.marker is not None and self.mode != "transient":
-            raise ConfigurationError("a fault with a marker fires once: give it mode transient")
+        if self.marker is not None and self.mode not in ("transient", "once"):
+            raise ConfigurationError("a fault with a marker fires once: give it mode transient or once")
         if self.call is not None and self.location not in COMPUTE:
             raise ConfigurationError(f"only {' and '.join(COMPUTE)} run more than once a step: leave out call")
         if self.location in SHARED and self.rank is None:

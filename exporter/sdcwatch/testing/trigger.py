@@ -61,6 +61,8 @@ class Trigger:
         first = self.step == fault.step
         if fault.mode == "intermittent":
             return (first and passed == (fault.call or 0)) or self._coin(passed)
+        if fault.mode == "once" and passed != (fault.call or 0):
+            return False
         return first and self._unmarked()
 
     def _coin(self, passed: int) -> bool:
