@@ -124,13 +124,12 @@ class Monitor:
         self._closed = False
         self._optimizer_covered = False
         self._settings = Settings()
-        if not disabled():
-            # Also where nothing will be watched: a mistake should show on the laptop already.
-            Settings.load(settings)
         if not dist.is_available() or not dist.is_initialized():
+            self._alone(loss_fn, settings)
             self._off("no process group is initialized")
             return
         if dist.get_world_size() < 2:
+            self._alone(loss_fn, settings)
             self._off("one process has no peer to compare with")
             return
         ddp = unwrap(model)
@@ -261,6 +260,11 @@ class Monitor:
                 log.warning("sdcwatch: %s", trouble)
         reporter.state("starting")
         _live.append(self)
+
+    def _alone(self, loss_fn: Any, arguments: dict[str, Any]) -> None:
+        """Nothing will be watched; a mistake should show on the laptop all the same, not on the first night."""
+        if not disabled():
+            start.check_settings(loss_fn, Settings.load(arguments))
 
     def _off(self, why: str) -> None:
         if int(os.environ.get("RANK", "0")) == 0:

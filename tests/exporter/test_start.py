@@ -201,3 +201,39 @@ def test_replica_sets_differ_in_the_replicate_dimensions_only(
     """HSDP, HSDP with tensor parallelism, and a mesh without replicas."""
     mesh = torch.arange(math.prod(shape)).reshape(shape)
     assert replication.sets_in(mesh, copies) == sets
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"loss_fn": 3}, "loss_fn is int"),
+        ({"checkpoint_dir": __file__}, "is no folder"),
+        ({"replay_every": -1}, "replay_every is -1"),
+        ({"replay_evry": 1}, "did you mean replay_every"),
+    ],
+)
+def test_a_mistake_shows_in_a_run_of_one_process_too(
+    given: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a process group nothing is watched, and a setting that cannot work is an error all the same."""
+    import torch
+    from sdcwatch import Monitor
+
+    model = torch.nn.Linear(2, 2)
+    with pytest.raises(ConfigurationError, match=message):
+        Monitor(model, torch.optim.SGD(model.parameters(), 0.1), **given)
+    monkeypatch.setenv("SDCWATCH_DISABLE", "1")
+    assert not Monitor(model, torch.optim.SGD(model.parameters(), 0.1), **given).enabled
+
+
+def test_an_optimizer_that_steps_none_of_the_model_is_refused() -> None:
+    """Made before the model was wrapped anew, say: every check of it would be empty."""
+    import torch
+    from sdcwatch.settings import Settings
+    from sdcwatch.watch.start import check_given
+
+    model, other = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    parameters = list(model.named_parameters())
+    check_given(torch.optim.SGD(model.parameters(), 0.1), parameters, None, Settings())
+    with pytest.raises(ConfigurationError, match="steps no parameter of this model"):
+        check_given(torch.optim.SGD(other.parameters(), 0.1), parameters, None, Settings())

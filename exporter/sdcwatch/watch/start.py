@@ -94,6 +94,11 @@ def check_given(
             "this optimizer steps no parameter of this model: pass the optimizer that was made from its parameters "
             "(make it after the model was wrapped or moved)"
         )
+    check_settings(loss_fn, settings)
+
+
+def check_settings(loss_fn: Any, settings: Settings) -> None:
+    """The part of it that needs no process group."""
     if loss_fn is not None and not callable(loss_fn):
         raise ConfigurationError(
             f"loss_fn is {type(loss_fn).__name__}; pass the function itself: loss_fn(model, batch)"
