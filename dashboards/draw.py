@@ -18,7 +18,7 @@ _COLUMNS = 24
 _UNIT_HEIGHT = 0.34
 _GREY, _EDGE, _PAPER = "#6e7681", "#d0d7de", "#f6f8fa"
 _COLOURS = {"green": "#56a64b", "red": "#e02f44", "orange": "#ff9830", "blue": "#3274d9", "purple": "#8f3bb8"}
-_LEGENDS = 8
+_ROWS = 4
 
 
 def draw(
@@ -173,7 +173,7 @@ def _states(axes: Any, panel: Mapping[str, Any], lines: Sequence[Line], source: 
 
 
 def _lines(axes: Any, defaults: Mapping[str, Any], lines: Sequence[Line], source: Source) -> None:
-    from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator
+    from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, MultipleLocator
 
     custom = defaults.get("custom", {})
     style = "steps-post" if custom.get("lineInterpolation") == "stepAfter" else "default"
@@ -195,14 +195,19 @@ def _lines(axes: Any, defaults: Mapping[str, Any], lines: Sequence[Line], source
         # A little room, so that a line along the lowest value is seen.
         axes.set_ylim(low - 0.04 * (high - low), high + 0.08 * (high - low))
         whole = defaults.get("unit") == "none" and all(value == int(value) for value in shown)
-        axes.yaxis.set_major_locator(MaxNLocator(5, integer=whole))
+        even = defaults.get("unit") == "bytes" and high > 8  # ticks at round numbers of KiB, MiB, ...
+        step = 2.0 ** math.ceil(math.log2(high / 4)) if even else 1.0
+        axes.yaxis.set_major_locator(MultipleLocator(step) if even else MaxNLocator(5, integer=whole))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: words(value)))
     axes.grid(axis="y", color="#eaeef2", linewidth=0.7)
     axes.set_axisbelow(True)
-    longest = max(len(line.legend) for line in lines[:_LEGENDS])
+    longest = max(len(line.legend) for line in lines[: 4 * _ROWS])
     columns = max(1, min(len(lines), 4, int(axes.get_position().width * 230 / (longest + 6))))
+    drawn = axes.lines[-len(lines) :]
+    if len(lines) > columns * _ROWS:  # more would run out of the panel
+        drawn[columns * _ROWS - 1].set_label(f"and {len(lines) - columns * _ROWS + 1} more")
     axes.legend(
-        handles=axes.lines[-len(lines) :][:_LEGENDS], fontsize=6, ncols=columns, frameon=False, loc="upper center",
+        handles=drawn[: columns * _ROWS], fontsize=6, ncols=columns, frameon=False, loc="upper center",
         bbox_to_anchor=(0.5, -0.1), borderaxespad=0.2, columnspacing=1.0, handlelength=1.2,
     )  # fmt: skip
 
@@ -215,10 +220,11 @@ def _writer(unit: str | None, source: Source) -> Callable[[float], str]:
 
     def scaled(value: float, base: float, suffix: str) -> str:
         for prefix in ("", "k", "M", "G"):
+            binary = "i" if prefix and base == 1024.0 else ""
             if abs(value) < base:
-                return f"{value:.3g} {prefix}{suffix}"
+                return f"{value:.3g} {prefix.upper() if binary else prefix}{binary}{suffix}"
             value /= base
-        return f"{value:.3g} T{suffix}"
+        return f"{value:.3g} T{'i' if base == 1024.0 else ''}{suffix}"
 
     writers: dict[str | None, Callable[[float], str]] = {
         "dateTimeFromNow": since,

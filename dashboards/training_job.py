@@ -97,7 +97,10 @@ PANELS = (
         "deviated most in this range, and the median of all.",
         "short",
         [
-            Query(outliers("rank", "rank, gpu_uuid", f"sdc_gradient_norm{{{_JOB}}}", _DEVIATION), "rank {{rank}}"),
+            Query(
+                outliers("rank", "rank, gpu_uuid", f"sdc_gradient_norm{{{_JOB}}}", _DEVIATION),
+                "rank {{rank}} {{gpu_uuid}}",
+            ),
             Query(f"quantile(0.5, sdc_gradient_norm{{{_JOB}}})", "median"),
         ],
         points=150,
@@ -112,7 +115,7 @@ PANELS = (
         [
             Query(
                 outliers("rank", "rank, gpu_uuid", f"sdc_gradient_norm_deviation{{{_JOB}}}", _DEVIATION),
-                "rank {{rank}}",
+                "rank {{rank}} {{gpu_uuid}}",
             )
         ],
         links=(GPU_OF,),

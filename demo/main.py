@@ -9,8 +9,10 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import shutil
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -38,6 +40,11 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=40, help="training steps (default 40, at least 30)")
     parser.add_argument("--pace", type=float, default=0.1, help="least seconds a step takes (default 0.1)")
     parser.add_argument("--timeout", type=float, default=plan.MOST_SECONDS, help="seconds for the whole run")
+    parser.add_argument(
+        "--then",
+        metavar="COMMAND",
+        help="run this at the end, before everything is ended; DEMO_OUT and DEMO_<NAME>_PORT say where things are",
+    )
     defaults = plan.Ports()
     for name in plan.PORT_NAMES:
         variable = f"DEMO_{name.upper()}_PORT"
@@ -130,6 +137,8 @@ class Demo:
         self.processes = Processes(out / "logs")
         self.rendered = render.render(out, ports)
         self.services: list[Started] = []
+        self.afterwards: list[str] = shlex.split(arguments.then or "")
+        self.status_afterwards = 0
 
     def run(self) -> int:
         """Plays all acts; ends everything that was started, whatever happens."""
@@ -139,6 +148,9 @@ class Demo:
                 self.start_services()
                 clean = self.reference()
                 facts = self.faulty(pager)
+                if self.afterwards:
+                    self.screen.stop()
+                    self.status_afterwards = self.then()
         finally:
             for number in (signal.SIGTERM, signal.SIGINT):
                 signal.signal(number, signal.SIG_IGN)  # a second Ctrl-C must not leave half of it behind
@@ -240,6 +252,16 @@ class Demo:
             time.sleep(0.25)
         return facts
 
+    def then(self) -> int:
+        """Runs what the caller asked for on everything that still stands; returns its exit status."""
+        where = {f"DEMO_{name.upper()}_PORT": str(getattr(self.ports, name)) for name in plan.PORT_NAMES}
+        try:
+            return subprocess.run(
+                self.afterwards, env={**os.environ, **where, "DEMO_OUT": str(self.out)}, check=False
+            ).returncode
+        except OSError as error:
+            raise DemoError(f"--then {self.afterwards[0]}: {error.strerror or error}") from error
+
     def is_over(self, facts: Facts, cluster: Cluster) -> bool:
         """Whether there is nothing left to wait for."""
         runs = [n.run for n in cluster.nodes.values() if n.run is not None]
@@ -264,7 +286,9 @@ class Demo:
         self.screen.timeline(facts)
         self.screen.outcome(report.sentence(self.scenario, written, facts, wrong), not wrong)
         print(f"{seconds:.0f} s; report: {self.out / 'report.json'}; picture: {self.out / 'timeline.png'}")
-        return 1 if wrong else 0
+        if self.status_afterwards:
+            print(f"demo: {self.afterwards[0]} ended with status {self.status_afterwards}", file=sys.stderr)
+        return 1 if wrong or self.status_afterwards else 0
 
 
 if __name__ == "__main__":

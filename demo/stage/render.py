@@ -19,6 +19,7 @@ import yaml
 from stage import plan
 
 RULES = plan.ROOT / "alert_rules"
+TOKENS = ("events", "latch", "webhook", "cases", "approve", "admin")
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +35,8 @@ class Rendered:
     latch_token: Path
     webhook_token: Path
     cases_token: Path
+    approve_token: Path
+    admin_token: Path
 
 
 def render(out: Path, ports: plan.Ports) -> Rendered:
@@ -41,7 +44,7 @@ def render(out: Path, ports: plan.Ports) -> Rendered:
     folder = out / "config"
     (folder / "targets").mkdir(parents=True)
     (folder / "secrets").mkdir(mode=0o700)
-    tokens = {name: folder / "secrets" / f"{name}.token" for name in ("events", "latch", "webhook", "cases")}
+    tokens = {name: folder / "secrets" / f"{name}.token" for name in TOKENS}
     for path in tokens.values():
         path.touch(mode=0o600)
         path.write_text(secrets.token_hex(24) + "\n")
@@ -57,6 +60,8 @@ def render(out: Path, ports: plan.Ports) -> Rendered:
         latch_token=tokens["latch"],
         webhook_token=tokens["webhook"],
         cases_token=tokens["cases"],
+        approve_token=tokens["approve"],
+        admin_token=tokens["admin"],
     )
     rendered.simulator.write_text(json.dumps(_simulator(), indent=1) + "\n")
     rendered.remediation.write_text(_remediation(out, ports, rendered))
@@ -116,6 +121,8 @@ def _remediation(out: Path, ports: plan.Ports, rendered: Rendered) -> str:
             "port": ports.remediation,
             "alerts_token_file": str(rendered.webhook_token),
             "cases_token_file": str(rendered.cases_token),
+            "approve_token_file": str(rendered.approve_token),
+            "admin_token_file": str(rendered.admin_token),
         },
         "database": {"url": f"sqlite:///{out / 'remediation.sqlite3'}"},
         "cluster": {
