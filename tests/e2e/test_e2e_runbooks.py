@@ -23,7 +23,7 @@ PORTS = ("agent", "remediation", "pager", "simulator", "prometheus", "alertmanag
     "prometheus", "alertmanager", "promtool", "amtool", "curl", "openssl", "module:torch", "module:matplotlib"
 )
 def test_every_command_of_every_runbook_works_against_the_demo(tmp_path: Path) -> None:
-    """Real agents (one with TLS), Prometheus, Alertmanager, service and simulator answer; the dashboards show the run."""
+    """Real agents (one with TLS), Prometheus, Alertmanager, service and simulator answer; dashboards show the run."""
     probes = {name: socket.create_server(("127.0.0.1", 0)) for name in PORTS}
     ports = {f"DEMO_{name.upper()}_PORT": str(probe.getsockname()[1]) for name, probe in probes.items()}
     for probe in probes.values():
