@@ -143,6 +143,11 @@ _METRICS = (
     Metric("sdc_world_size", "gauge", "Ranks that should report", "", "job"),
     Metric("sdc_detector_enabled", "gauge", "1 where the check is on, else 0", "", "job", ("check",), _CHECK),
     Metric(
+        "sdc_self_test_passed", "gauge", "1 where the injection at start was found on every rank, else 0", "",
+        "job", ("check",), _CHECK,
+    ),
+    Metric("sdc_self_test_seconds", "gauge", "Time that the self-test at start took on one rank", "seconds", "job"),
+    Metric(
         "sdc_coverage_bytes", "gauge", "State that a check fingerprints, and state that it does not reach", "bytes",
         "job", ("check", "covered"), {"check": CHECKS, "covered": COVERED},
     ),

@@ -27,7 +27,6 @@ from sdcwatch.checkpoints import resume, state
 from sdcwatch.checkpoints.record import StateDigests
 from sdcwatch.checkpoints.trust import CheckpointTrust
 from sdcwatch.checks.replay import LossFunction
-from sdcwatch.device_name import device_name
 from sdcwatch.errors import CheckpointError, ConfigurationError, SdcwatchError
 from sdcwatch.heal.healer import refuse_start as refuse_heal
 from sdcwatch.identity import job_name, take
@@ -36,7 +35,7 @@ from sdcwatch.settings import Settings, disabled
 from sdcwatch.spool.folders import job_root, user_root
 from sdcwatch.spool.rank import Spool
 from sdcwatch.verdict import Verdict
-from sdcwatch.watch import coverage, start
+from sdcwatch.watch import coverage, self_test, start
 from sdcwatch.watch.contain import Halt
 from sdcwatch.watch.coverage import Sizes
 from sdcwatch.watch.epoch import Epoch
@@ -124,6 +123,7 @@ class Monitor:
         self._phase = "training"
         self._closed = False
         self._optimizer_covered = False
+        self._tested = self_test.SelfTest((), 0.0)
         self._settings = Settings()
         if not dist.is_available() or not dist.is_initialized():
             self._alone(loss_fn, settings)
@@ -172,13 +172,11 @@ class Monitor:
             start.check_given(optimizer, parameters, self._loss_fn, self._settings)
             if self._settings.on_fault == "heal":
                 refuse_heal(unwrap(self._model), optimizer, self._loss_fn)
-            named = device_name(device)
             identity = take(
                 self._settings,
                 rank=dist.get_rank(),
                 local_rank=int(os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0"))),
-                device_uuid=named.uuid if named else None,
-                device_parent=named.parent if named else "",
+                device_uuid=environment.device_uuid(device),
             )
             refuse_start(self._latch_places(), uid_root=user_root(self._settings.spool_dir), instance=identity.instance)
         except SystemExit:
@@ -192,10 +190,15 @@ class Monitor:
             environment=environment.digest(facts),
             schema=start.schema_digest(parameters, sets),
             settings=start.shared(self._settings),
+            blind=self._self_test(device).blind,
             epoch=start.new_epoch(),
             replays=self._loss_fn is not None,
         )
         return brought, None
+
+    def _self_test(self, device: torch.device) -> self_test.SelfTest:
+        self._tested = self_test.run(device)
+        return self._tested
 
     def _latch_places(self) -> list[Path]:
         places = [job_root(self._settings.spool_dir, job_name(self._settings, os.environ))]
@@ -213,7 +216,7 @@ class Monitor:
                 membership.epoch,
                 identity.rank,
                 identity.local_rank,
-                identity.record(),
+                identity.labels(),
                 quota_bytes=self._settings.spool_quota_mb << 20,
             )
         except (SdcwatchError, OSError) as caught:
@@ -251,6 +254,7 @@ class Monitor:
         self._epoch = Epoch(watched, settings, membership, exchange, reporter, halt, self._trust.promote)
         if off := coverage.replay_off(watched, membership):
             self._epoch.replay_off = off.partition(":")[0]
+        self._export_self_test(reporter, membership.blind)
         sizes = self._cover()
         if exchange.rank == 0:
             seconds = coverage.predicted_seconds(
@@ -263,6 +267,18 @@ class Monitor:
                 log.warning("sdcwatch: %s", trouble)
         reporter.state("starting")
         _live.append(self)
+
+    def _export_self_test(self, reporter: Reporter, blind: tuple[str, ...]) -> None:
+        """Metrics of its own: what was injected at start never counts as a mismatch."""
+        for check in self_test.CHECKS:
+            reporter.metrics.set("sdc_self_test_passed", float(check not in blind), check=check)
+        reporter.metrics.set("sdc_self_test_seconds", self._tested.seconds)
+        if blind:
+            log.error(
+                "sdcwatch: the self-test at start failed on some rank: %s cannot be relied on in this run; run "
+                "`sdcwatch preflight` on every node, and compare torch and driver versions",
+                ", ".join(blind),
+            )
 
     def _alone(self, loss_fn: Any, arguments: dict[str, Any]) -> None:
         """Nothing will be watched; a mistake should show on the laptop all the same, not on the first night."""
@@ -343,7 +359,9 @@ class Monitor:
         for line in self._coverage:
             # Not defined under a comm hook is not switched off: no series, so that SDCCheckDisabled stays silent.
             if line.enabled or not line.reason.startswith(("comm_hook", "undefined")):
-                metrics.set("sdc_detector_enabled", float(line.enabled), check=line.check)
+                metrics.set(
+                    "sdc_detector_enabled", float(line.enabled and line.check not in membership.blind), check=line.check
+                )
             metrics.set("sdc_coverage_bytes", line.covered_bytes, check=line.check, covered="yes")
             metrics.set("sdc_coverage_bytes", line.uncovered_bytes, check=line.check, covered="no")
         return sizes

@@ -42,6 +42,7 @@ class Brought:
     settings: tuple[Any, ...] = ()
     epoch: str = ""
     replays: bool = False
+    blind: tuple[str, ...] = ()  # checks whose self-test failed on this rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +54,7 @@ class Membership:
     facts: tuple[dict[str, str], ...]
     group: Group
     replays: bool
+    blind: tuple[str, ...] = ()  # checks whose self-test failed on any rank
     parts: tuple[Group, ...] = ()  # replica sets, where not all ranks hold the same state
 
     @property
@@ -180,6 +182,7 @@ def join(
         facts=tuple(b.facts or {} for b in brought),
         group=group,
         replays=all(b.replays for b in brought),
+        blind=tuple(sorted({check for b in brought for check in b.blind})),
         parts=tuple(group.part(members) for members in sets) if len(sets) > 1 else (),
     )
 
