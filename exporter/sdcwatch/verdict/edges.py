@@ -180,7 +180,8 @@ def _originals(group: Group, view: EdgeView) -> Finding | None:
     apart = tuple(rank for rank in sorted(view.shown) if view.original_differs(rank))
     if not apart:
         return None
-    if 2 * len(apart) >= len(view.shown):
+    # One of two is no majority either way: a device may have erred once, as well as code.
+    if 2 * len(apart) >= len(view.shown) and (len(apart), len(view.shown)) != (1, 2):
         indexes = [i for i in (view.first_difference[rank] for rank in apart if view.first_difference) if i is not None]
         first = min(indexes) if indexes else None
         where = "" if first is None else f" (the first parameter that differs is number {first})"
