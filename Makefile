@@ -65,6 +65,9 @@ test-integrations: setup-integrations ## the heavier tests, marked `integration`
 mutants: setup ## break each verdict rule once, in a copy: does a test turn red?
 	@$(PYTHON) tests/exporter/break_verdict_rules.py
 
+campaign: setup ## thousands of injected faults and 100,000 clean comparisons on real ranks: docs/detection.md; goes on after a kill
+	@PYTHONPATH=. $(PYTHON) -m benchmarks.campaign
+
 campaign-alerts: setup ## twenty jobs die 0.2 s after their event: does every page arrive, and in under 12 s?
 	@$(PYTHON) tests/e2e/alert_path/campaign.py
 

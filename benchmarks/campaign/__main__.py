@@ -7,10 +7,12 @@ Goes on where a killed one was. Writes `benchmarks/out/campaign.json` and, when 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import itertools
 import json
 import os
 import platform
+import shutil
 import tempfile
 import time
 from collections.abc import Iterable
@@ -29,10 +31,12 @@ from benchmarks.campaign import document, guarantees, healthy, ondisk, peers, si
 from benchmarks.campaign.cases import LAYOUTS, PRECISIONS, SEED, Case, fault_list, quick_list
 from benchmarks.campaign.journal import OUT, Journal, product_digest
 from benchmarks.campaign.pool import Answer, Job, Pool, run_all
-from benchmarks.campaign.score import score
+from benchmarks.campaign.score import BROKEN, score, score_sdcguard
 
 #: Steps of each healthy run: so many that the comparisons of all of them pass 100,000.
-HEALTHY_STEPS, QUICK_STEPS = 62, 12
+HEALTHY_STEPS, QUICK_STEPS = 24, 12
+#: Faults between two healthy runs: a campaign that was stopped early has some of each.
+BETWEEN = 5
 
 
 def main() -> int:
@@ -43,20 +47,19 @@ def main() -> int:
     parser.add_argument("--pools", type=int, default=2, help="pools of ranks that work side by side")
     parser.add_argument("--limit", type=int, default=0, help="only the first so many faults (for a look)")
     parser.add_argument("--no-peers", action="store_true", help="leave sdcguard out")
-    parser.add_argument("--document", action="store_true", help="only write docs/detection.md from the last result")
+    parser.add_argument("--document", action="store_true", help="run nothing: judge and write what is there")
     options = parser.parse_args()
     name = "campaign-quick" if options.quick else "campaign"
-    if options.document:
-        document.write(json.loads((OUT / f"{name}.json").read_text()))
-        return 0
     with_peer = not options.no_peers and peers.fetch()
     made = {"product": product_digest(), "seed": options.seed, "sdcguard": peers.VERSION if with_peer else None}
     journal = Journal(name, made)
     cases = quick_list(options.seed) if options.quick else fault_list(options.seed)
     cases = cases[: options.limit or len(cases)]
     begin = time.time()
-    with tempfile.TemporaryDirectory(prefix="sdcwatch-campaign-") as scratch:
-        result = _run(journal, cases, Path(scratch), options, with_peer)
+    if not options.document:
+        with tempfile.TemporaryDirectory(prefix="sdcwatch-campaign-") as scratch:
+            _run(journal, cases, Path(scratch), options, with_peer)
+    result = _result(cases, journal, options)
     result["made"] |= {**made, "seconds": round(time.time() - begin, 1)}
     (OUT / f"{name}.json").write_text(json.dumps(result, indent=1))
     if not options.quick and not options.limit:
@@ -64,16 +67,22 @@ def main() -> int:
     return _tell(result)
 
 
-def _run(journal: Journal, cases: list[Case], scratch: Path, options: Any, with_peer: bool) -> dict[str, Any]:
+def _run(journal: Journal, cases: list[Case], scratch: Path, options: Any, with_peer: bool) -> None:
     by_key = {case.key: case for case in cases}
     pools = {world: Pool(world, scratch) for world in LAYOUTS}
     for number, case in enumerate(cases):
         if case.key not in journal.results:
-            pools[case.world].waiting.append(Job(case.key, training.run, (case, number, with_peer)))
+            pools[case.world].waiting.append(Job(case.key, training.run, (case, number)))
     loops = dict(_healthy_jobs(options.quick))
     for key, (world, arguments) in loops.items():
         if key not in journal.results:
-            pools[world].waiting.append(Job(key, healthy.run, arguments))
+            _put_between(pools[world], Job(key, healthy.run, arguments))
+    other = {f"sdcguard|{case.key}": case for case in cases} if with_peer else {}
+    for key, case in other.items():
+        known = journal.results.get(case.key, {}).get("peers", {})
+        if key not in journal.results and "sdcguard" not in known:
+            pools[case.world].waiting.append(Job(key, peers.run, (case,)))
+    total = len(cases) + len(loops) + len(other)
     jobs = sum(len(pool.waiting) for pool in pools.values())
     columns = (
         TextColumn("{task.description}"),
@@ -83,17 +92,14 @@ def _run(journal: Journal, cases: list[Case], scratch: Path, options: Any, with_
         TimeRemainingColumn(),
     )
     with Progress(*columns, refresh_per_second=2) as progress:
-        bar = progress.add_task(
-            "faults and healthy loops", total=len(cases) + len(loops), completed=len(cases) + len(loops) - jobs
-        )
+        bar = progress.add_task("faults, healthy loops, sdcguard", total=total, completed=total - jobs)
         for answer in run_all(list(pools.values()), options.pools):
             if answer.error:
                 progress.console.print(f"[red]{answer.job.key}: {answer.error}")
-            case = by_key.get(answer.job.key)
-            journal.add(answer.job.key, _fault(case, answer) if case else _loop(answer))
+            journal.add(answer.job.key, _one(answer, by_key, other, journal))
             progress.advance(bar)
-            if not any(pool.running for pool in pools.values()):
-                healthy.clear(scratch)
+            for folder in scratch.glob(f"world-*/node-*/*/{_job_name(answer.job)}*"):
+                shutil.rmtree(folder, ignore_errors=True)
         disk = ondisk.cases(options.seed, quick=options.quick)
         bar = progress.add_task("checkpoints on disk", total=len(disk))
         for case in disk:
@@ -106,8 +112,29 @@ def _run(journal: Journal, cases: list[Case], scratch: Path, options: Any, with_
             if key not in journal.results:
                 journal.add(key, simulated.run(layout, 5 if options.quick else steps, options.seed))
             progress.advance(bar)
-    rows = [(case, journal.results[case.key]) for case in [*cases, *disk]]
-    return _result(rows, [journal.results[key] for key in loops], journal, options)
+
+
+def _job_name(job: Job) -> str:
+    """What the job is called in the spool: the last argument of both kinds of runs decides it."""
+    return str(job.arguments[-1]) if job.run is healthy.run else f"campaign-{job.arguments[-1]}"
+
+
+def _put_between(pool: Pool, job: Job) -> None:
+    """Puts one healthy run behind the next few faults."""
+    last = max((i for i, known in enumerate(pool.waiting) if known.run is healthy.run), default=-1)
+    pool.waiting.insert(min(last + 1 + BETWEEN, len(pool.waiting)), job)
+
+
+def _one(answer: Answer, cases: dict[str, Case], other: dict[str, Case], journal: Journal) -> dict[str, Any]:
+    """One answer as the journal keeps it."""
+    key = answer.job.key
+    if key in cases:
+        return _fault(cases[key], answer)
+    if key in other:
+        struck = journal.results[other[key].key]["struck"]
+        said = BROKEN if answer.error else score_sdcguard(other[key], struck, answer.values)
+        return {"outcome": said, "cpu": round(answer.cpu, 3)}
+    return _loop(answer)
 
 
 def _healthy_jobs(quick: bool) -> Iterable[tuple[str, tuple[int, tuple[Any, ...]]]]:
@@ -123,9 +150,8 @@ def _healthy_jobs(quick: bool) -> Iterable[tuple[str, tuple[int, tuple[Any, ...]
 
 def _fault(case: Case, answer: Answer) -> dict[str, Any]:
     if answer.error:
-        return {"outcome": "broken", "error": answer.error, "seen_step": None, "first": None, "struck": [], "elements": 0,
-                "error_size": None, "times_bound": 0.0, "contained": False, "agreed": False, "failures": 1, "software": [],
-                "peers": {}, "cpu": 0.0}  # fmt: skip
+        nothing: dict[str, Any] = {"seen_step": None, "first": None, "struck": [], "elements": 0, "peers": {}}
+        return {**nothing, "outcome": BROKEN, "error": answer.error, "times_bound": 0.0, "agreed": False, "failures": 1}
     return {**score(case, answer.values), "cpu": round(answer.cpu, 3)}
 
 
@@ -141,13 +167,12 @@ def _loop(answer: Answer) -> dict[str, Any]:
     ]
     if answer.error:
         false.append(answer.error)
-    ranks = sum(answer.job.arguments[1])
     comparisons = sum(sum(part["checks"].values()) for part in parts)
     return {
         "key": answer.job.key,
         "scenario": name,
         "comparisons": comparisons,
-        "rank_rows": comparisons * ranks,
+        "rank_rows": sum(sum(part["checks"].values()) for value in answer.values for part in value),
         "checks": {
             check: sum(part["checks"][check] for part in parts) for check in (parts[0]["checks"] if parts else ())
         },
@@ -159,15 +184,18 @@ def _loop(answer: Answer) -> dict[str, Any]:
     }
 
 
-def _result(rows: list[Any], loops: list[Any], journal: Journal, options: Any) -> dict[str, Any]:
-    groups = [journal.results[f"simulated|{sum(layout)}"] for layout, _ in simulated.GROUPS]
+def _result(cases: list[Case], journal: Journal, options: Any) -> dict[str, Any]:
+    """All that the journal holds of this campaign, judged; what has not run is not in it."""
+    cases = [*cases, *ondisk.cases(options.seed, quick=options.quick)]
+    loop_keys = [key for key, _ in _healthy_jobs(options.quick)]
+    rows = [(case, _with_sdcguard(case, journal)) for case in cases if case.key in journal.results]
+    loops = [journal.results[key] for key in loop_keys if key in journal.results]
+    groups = [g for layout, _ in simulated.GROUPS if (g := journal.results.get(f"simulated|{sum(layout)}"))]
     full = not (options.quick or options.limit)
     promises = [*guarantees.of_faults(rows), *guarantees.of_healthy(loops, full), *guarantees.of_simulated(groups)]
     if full:
         few = () if len(rows) >= guarantees.FAULTS else (f"{len(rows)} faults",)
         promises.append(guarantees.Guarantee(f"at least {guarantees.FAULTS:,} injected faults", len(rows), few))
-    import dataclasses
-
     return {
         "made": {
             "sdcwatch": __version__,
@@ -175,7 +203,7 @@ def _result(rows: list[Any], loops: list[Any], journal: Journal, options: Any) -
             "python": platform.python_version(),
             "machine": platform.machine(),
             "cpus": os.cpu_count(),
-            "cpu_seconds": round(sum(r.get("cpu", 0.0) for _, r in rows) + sum(r["cpu"] for r in loops), 1),
+            "cpu_seconds": round(sum(r.get("cpu", 0.0) for r in journal.results.values()), 1),
         },
         "guarantees": [
             {"text": g.text, "cases": g.cases, "broken": list(g.broken), "holds": g.holds} for g in promises
@@ -184,6 +212,12 @@ def _result(rows: list[Any], loops: list[Any], journal: Journal, options: Any) -
         "healthy": loops,
         "simulated": groups,
     }
+
+
+def _with_sdcguard(case: Case, journal: Journal) -> dict[str, Any]:
+    result: dict[str, Any] = journal.results[case.key]
+    peer = journal.results.get(f"sdcguard|{case.key}")
+    return result if peer is None else {**result, "peers": {**result["peers"], "sdcguard": peer["outcome"]}}
 
 
 def _tell(result: dict[str, Any]) -> int:

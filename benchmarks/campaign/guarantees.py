@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.campaign.cases import COMPUTE, CROSS, FROM_START, ON_DISK, OTHER_RUN, Case
-from benchmarks.campaign.score import HINT, INCONCLUSIVE, MASKED, MISSED, NAMED, SOFTWARE, WRONG
+from benchmarks.campaign.causes import UNKNOWN, cause
+from benchmarks.campaign.score import BROKEN, HINT, INCONCLUSIVE, NAMED, SOFTWARE, WRONG
 
 Row = tuple[Case, dict[str, Any]]
 #: Faults that a campaign must have injected, and clean comparisons that it must have made.
@@ -77,6 +78,8 @@ def of_faults(rows: Sequence[Row]) -> list[Guarantee]:
     begun = nodes((c, r) for c, r in struck if c.group == FROM_START and c.location in COMPUTE)
     return [
         _says("no healthy rank is named", rows, lambda c, r: r["outcome"] != WRONG),
+        _says("every run came to its end", rows, lambda c, r: r["outcome"] != BROKEN),
+        _says("each miss has a known cause", rows, lambda c, r: cause(c, r) != UNKNOWN),
         _says(
             "all ranks give the same verdicts, and no check of ours failed",
             rows,
@@ -145,7 +148,7 @@ def _alike_everywhere(case: Case) -> bool:
 
 def of_healthy(results: Sequence[dict[str, Any]], full: bool) -> list[Guarantee]:
     """The promises on healthy runs."""
-    comparisons = sum(r["comparisons"] for r in results)
+    comparisons = sum(r["rank_rows"] for r in results)
     broken = tuple(f"{r['key']}: {v}" for r in results for v in r["false"])
     found = [Guarantee("healthy loops: no false verdict", len(results), broken)]
     if full:
@@ -164,6 +167,3 @@ def of_simulated(results: Sequence[dict[str, Any]]) -> list[Guarantee]:
             broken,
         )
     ]
-
-
-__all__ = ["MASKED", "MISSED", "Guarantee", "of_faults", "of_healthy", "of_simulated"]

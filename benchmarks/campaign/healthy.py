@@ -1,6 +1,7 @@
 """Healthy but odd training loops: each run counts comparisons, and what kinds of verdict it may give.
 
-A comparison is one check judged at one step over the whole group. Three of the loops really do let the state of ranks
+A comparison is one check judged at one step, once for each rank whose row it compares; the number of times that a check
+was judged over a whole group is kept beside it. Three of the loops really do let the state of ranks
 part, in code: there `software` or `inconclusive` is right, and a name is as false as anywhere. Flow: pool ->
 **healthy** -> guarantees.
 """
@@ -9,9 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import os
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -240,13 +239,3 @@ def _elastic(loop: Loop, scratch: str, nodes: tuple[int, ...], key: str, steps: 
         dist.destroy_process_group()
     pool.join_group(rank, size, ports[1])
     return parts
-
-
-def clear(scratch: Path) -> None:
-    """Removes what the runs so far left in their spools."""
-    import shutil
-
-    for folder in scratch.glob("world-*"):
-        for job in folder.glob(f"node-*/{os.getuid()}/*"):
-            if job.is_dir():
-                shutil.rmtree(job, ignore_errors=True)

@@ -22,6 +22,7 @@ from sdcwatch.testing.patterns import apply
 from sdcwatch.testing.trigger import Trigger
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks.campaign import training
 from benchmarks.campaign.cases import Case
 
 VERSION = "0.4.0"
@@ -80,11 +81,9 @@ def _faulty(case: Case, rank: int, ddp: Any, optimizer: Any, rows: int) -> Itera
         yield mode
 
 
-def run(rank: int, case: Case) -> list[dict[str, Any]]:
+def run(rank: int, size: int, scratch: str, case: Case) -> list[dict[str, Any]]:
     """Runs one case under sdcguard; its alerts on this rank: step, detector and whom it names."""
     from sdcguard import SDCGuard
-
-    from benchmarks.campaign import training
 
     ddp, optimizer = training.build(case.optimizer)
     data = training.batches(rank, case.steps, case.seed)

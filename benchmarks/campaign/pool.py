@@ -60,6 +60,15 @@ def join_group(rank: int, size: int, port: int) -> None:
     dist.init_process_group("gloo", rank=rank, world_size=size, timeout=datetime.timedelta(seconds=_GLOO_SECONDS))
 
 
+def _next_job(pipe: Connection, parent: int) -> Job | None:
+    """Waits for work. A parent that was killed closes no pipe, since the other ranks hold copies of its ends."""
+    while not pipe.poll(2.0):
+        if os.getppid() != parent:
+            return None
+    job: Job | None = pipe.recv()
+    return job
+
+
 def _serve(rank: int, size: int, port: int, scratch: str, pipe: Connection) -> None:
     log = os.open(f"{scratch}/rank-{size}-{rank}.log", os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600)
     for stream in (1, 2):
@@ -68,8 +77,9 @@ def _serve(rank: int, size: int, port: int, scratch: str, pipe: Connection) -> N
 
     torch.set_num_threads(1)
     join_group(rank, size, port)
+    parent = os.getppid()
     with contextlib.suppress(EOFError, BrokenPipeError):
-        while (job := pipe.recv()) is not None:
+        while (job := _next_job(pipe, parent)) is not None:
             begin = time.process_time()
             try:
                 answer: tuple[str, Any] = ("value", job.run(rank, size, scratch, *job.arguments))

@@ -18,6 +18,8 @@ from benchmarks.campaign.cases import COMPUTE, REDUCE, Case
 NAMED, INCONCLUSIVE, SOFTWARE, HINT, MISSED, MASKED, WRONG = (
     "named", "inconclusive", "software", "hint", "missed", "masked", "wrong blame",
 )  # fmt: skip
+#: The run itself failed on some rank: no outcome, and the campaign fails.
+BROKEN = "broken"
 #: A rank's local norm that is so many times above or below the median of all ranks is an alarm of the threshold.
 NORM_TIMES = 3.0
 #: As in docs/decisions.md: the bound of allreduce_conservation, and the unit it is counted in.
@@ -108,16 +110,19 @@ def _outcome(
 
 
 def _peers(case: Case, truth: Truth, answers: Sequence[dict[str, Any]]) -> dict[str, str]:
-    found = {"parity": _answer(case, truth, _parity(answers)), "norm": _answer(case, truth, _norm(answers))}
-    if "sdcguard" in answers[0]:
-        named: set[int] = set()
-        for answer in answers:
-            for event in answer["sdcguard"]:
-                if len(event["named"]) < case.world:
-                    named.update(event["named"])
-        spoke = any(answer["sdcguard"] for answer in answers)
-        found["sdcguard"] = _answer(case, truth, named if named else None if not spoke else set())
-    return found
+    return {"parity": _answer(case, truth, _parity(answers)), "norm": _answer(case, truth, _norm(answers))}
+
+
+def score_sdcguard(case: Case, struck: Sequence[int], answers: Sequence[Sequence[dict[str, Any]]]) -> str:
+    """What sdcguard made of the same case; an alarm that lists every rank names nobody.
+
+    Args:
+        struck: steps that were struck with effect.
+        answers: its alerts on each rank.
+    """
+    named = {r for alerts in answers for alert in alerts if len(alert["named"]) < case.world for r in alert["named"]}
+    spoke = any(answers)
+    return _answer(case, Truth(tuple(struck), 0, 0.0, 0.0), named or (set() if spoke else None))
 
 
 def _answer(case: Case, truth: Truth, named: set[int] | None) -> str:

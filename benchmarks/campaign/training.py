@@ -19,7 +19,6 @@ from sdcwatch.testing import Fault, FaultPlan, Installed
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.campaign import peers
 from benchmarks.campaign.cases import REPLAYED, Case
 
 _IN, _HIDDEN, _OUT, _BATCH = 12, 24, 6, 8
@@ -92,8 +91,8 @@ class _Truth:
         self.weights.append(fingerprint(self._parameters))
 
 
-def run(rank: int, size: int, scratch: str, case: Case, number: int, with_peer: bool) -> dict[str, Any]:
-    """Runs one case on this rank; its verdicts, the truth, and what the peers saw."""
+def run(rank: int, size: int, scratch: str, case: Case, number: int) -> dict[str, Any]:
+    """Runs one case on this rank; its verdicts and the truth."""
     ddp, optimizer = build(case.optimizer)
     installed = FaultPlan((Fault(**case.fault),)).install(ddp, optimizer, first_step=0)
     truth = _Truth(ddp)
@@ -123,10 +122,7 @@ def run(rank: int, size: int, scratch: str, case: Case, number: int, with_peer: 
             optimizer.zero_grad()
             truth.after_step()
     monitor.close()
-    result = {**seen(monitor), **told(truth), "strikes": [dataclasses.astuple(s) for s in installed.strikes]}
-    if with_peer:
-        result["sdcguard"] = peers.run(rank, case)
-    return result
+    return {**seen(monitor), **told(truth), "strikes": [dataclasses.astuple(s) for s in installed.strikes]}
 
 
 def told(truth: _Truth) -> dict[str, Any]:

@@ -82,7 +82,9 @@ RULES = (
     ("audit.py", "if len(weights) != 1 or None in weights", "if False", "audit"),
     ("edges.py", "and len(_far_nodes(group, ranks)) >= 2", "", "edges"),
     ("edges.py", "and not view.original_differs(owner):", "and True:", "edges"),
-    ("edges.py", "if 2 * len(apart) >= len(view.shown):", "if False:", "edges"),
+    ("edges.py", "if 2 * len(apart) >= len(view.shown) and", "if False and", "edges"),
+    ("edges.py", "and (len(apart), len(view.shown)) != (1, 2):", ":", "edges"),
+    ("edges.py", "    if common:\n", "    if False:\n", "edges"),
     ("edges.py", "if 2 * len(failing) >= len(view.judged):", "if False:", "edges"),
     (
         "edges.py",

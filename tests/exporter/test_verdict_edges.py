@@ -119,6 +119,27 @@ def test_originals_that_differ_on_half_or_more_are_software(apart: tuple[int, ..
     assert verdict.evidence["first_parameter"] == 17
 
 
+@pytest.mark.parametrize("apart", [0, 1])
+def test_one_original_of_two_is_no_software(apart: int) -> None:
+    """A device that erred once looks like that as well; two of two are loss_fn's doing."""
+    verdict = only(run(1, 1).audit({"original": {apart: 1}}))
+    assert (verdict.kind, verdict.suspects, verdict.candidates, verdict.contains) == (
+        "inconclusive",
+        (),
+        (apart,),
+        True,
+    )
+    assert only(run(1, 1).audit({"original": {0: 1, 1: 2}})).kind == "software"
+
+
+@pytest.mark.parametrize("owners", [(0, 1, 2), (1, 2, 3)])
+def test_most_but_not_all_edges_of_one_rank_are_a_fault_that_depends_on_the_data(owners: tuple[int, ...]) -> None:
+    """Three ranks served by one, which owns a fourth edge: it, or their node, could have made all of these fail."""
+    verdict = only(run(3, 1, 1).audit(edges(*owners)))
+    assert (verdict.kind, verdict.suspects, verdict.contains) == ("inconclusive", (), True)
+    assert 3 in verdict.candidates
+
+
 @pytest.mark.parametrize(
     ("layout", "owners", "kind"),
     [

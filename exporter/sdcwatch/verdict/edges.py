@@ -220,10 +220,29 @@ def _two_nodes(group: Group, view: EdgeView) -> Finding | None:
     )
 
 
+def _at_every_edge(group: Group, failing: Set[int]) -> tuple[int, ...]:
+    """The ranks, or all ranks of the nodes, one of which alone could have made every failing edge fail."""
+    pairs = [(owner, helper) for owner in failing if (helper := group.helper(owner)) is not None]
+    ranks = set.intersection(*(set(pair) for pair in pairs))
+    nodes = set.intersection(*({group.nodes[end] for end in pair} for pair in pairs))
+    return tuple(sorted(ranks | {rank for node in nodes for rank in group.members(node)}))
+
+
 def _other_pattern(group: Group, view: EdgeView) -> Finding:
     failing = tuple(sorted(view.failing))
     ends = {end for owner in failing for end in (owner, group.helper(owner)) if end is not None}
     counted = f"{len(failing)} of {len(view.judged)} replays"
+    common = () if view.unsure else _at_every_edge(group, view.failing)
+    if common:
+        return Finding(
+            "some edges of one",
+            INCONCLUSIVE,
+            f"{counted} disagree between nodes where they agreed before, and {who(group, common)} had a part in each of "
+            "them, but not each of theirs disagreed: a fault that depends on the data, and nobody can be named.",
+            differing=failing,
+            candidates=tuple(sorted(ends)),
+            contains=any(view.disputed(owner) for owner in failing),
+        )
     if 2 * len(failing) >= len(view.judged):
         return Finding(
             "other pattern, most edges",
