@@ -203,6 +203,7 @@ def _result(cases: list[Case], journal: Journal, options: Any) -> dict[str, Any]
             "python": platform.python_version(),
             "machine": platform.machine(),
             "cpus": os.cpu_count(),
+            "planned": {"faults": len(cases), "healthy": len(loop_keys)},
             "cpu_seconds": round(sum(r.get("cpu", 0.0) for r in journal.results.values()), 1),
         },
         "guarantees": [

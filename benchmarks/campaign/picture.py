@@ -46,7 +46,8 @@ def draw(rows: Sequence[tuple[Case, dict[str, Any]]], to: Path) -> None:
 
 def _shares(rows: Sequence[tuple[Case, dict[str, Any]]], place: str, key: str) -> tuple[float, float, float]:
     some = [r for c, r in rows if c.location == place and r["outcome"] != MASKED]
-    said = [r["outcome"] if key == "sdcwatch" else r["peers"].get(key) for r in some]
+    outcomes = [r["outcome"] if key == "sdcwatch" else r["peers"].get(key) for r in some]
+    said = [outcome for outcome in outcomes if outcome is not None]  # only where that detector ran
     if not said:
         return 0.0, 0.0, 0.0
     named, seen, wrong = (100 * said.count(outcome) / len(said) for outcome in (NAMED, INCONCLUSIVE, WRONG))

@@ -237,8 +237,8 @@ def _other_pattern(group: Group, view: EdgeView) -> Finding:
         return Finding(
             "some edges of one",
             INCONCLUSIVE,
-            f"{counted} disagree between nodes where they agreed before, and {who(group, common)} had a part in each of "
-            "them, but not each of theirs disagreed: a fault that depends on the data, and nobody can be named.",
+            f"{counted} disagree between nodes where they agreed before, and {who(group, common)} had a part in each, "
+            "but not each of theirs did: a fault that depends on the data, and nobody can be named.",
             differing=failing,
             candidates=tuple(sorted(ends)),
             contains=any(view.disputed(owner) for owner in failing),
