@@ -22,6 +22,7 @@ COMMANDS = {
     "doctor": ("sdcwatch.doctor.command", "say what of this node's path to a replaced node is wired, or try it"),
     "latch": ("sdcwatch.latch.command", "show or release the latch of a halted job"),
     "preflight": ("sdcwatch.preflight.command", "known-answer test of this machine's devices"),
+    "report": ("sdcwatch.run_report.command", "draw what happened in a run as one HTML file"),
     "run": ("sdcwatch.launch.run", "stay the parent of a launcher; wait out a halt and start it afresh"),
 }
 

@@ -31,6 +31,7 @@ from sdcwatch.errors import CheckpointError, ConfigurationError, SdcwatchError
 from sdcwatch.heal.healer import refuse_start as refuse_heal
 from sdcwatch.identity import job_name, take
 from sdcwatch.latch.files import refuse_start
+from sdcwatch.run_report import ending
 from sdcwatch.settings import Settings, disabled
 from sdcwatch.spool.folders import job_root, user_root
 from sdcwatch.spool.rank import Spool
@@ -313,6 +314,10 @@ class Monitor:
         """What each check covers, how often it runs, and why one is off; empty where the monitor is off."""
         return self._coverage
 
+    def summary(self) -> dict[str, float]:
+        """How this run stands, as a flat dict for W&B or TensorBoard; empty where the monitor is off."""
+        return ending.summary(self._epoch.reporter.metrics, self.verdicts) if self._epoch else {}
+
     def step(self, step: int) -> Step:
         """The context of one training step.
 
@@ -462,6 +467,8 @@ class Monitor:
             epoch.finish(timedelta(seconds=CLOSE_SECONDS))
         finally:
             epoch.close()
+            if epoch.exchange.rank == 0 and epoch.reporter.spool is not None:
+                _say(ending.lines(self.summary(), self.verdicts, spool=str(epoch.reporter.spool.job_directory)))
             if self._trust is not None and epoch.halt.standing:
                 self._trust.halt()
             epoch.reporter.state("halted" if epoch.halt.standing else "finished")
