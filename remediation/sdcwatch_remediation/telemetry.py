@@ -33,6 +33,8 @@ class Telemetry:
             for metric in catalog.CATALOG
             if metric.kind == "counter"
         }
+        for where in ("case", "round", "traces"):  # at 0 from the start, so that the first error is seen to rise
+            self._counters["sdc_remediation_errors_total"].labels(where)
         self._last_round = Gauge(*_named("sdc_remediation_last_round_timestamp_seconds"), registry=self.registry)
         build = Gauge(*_named("sdc_remediation_build_info"), registry=self.registry)
         build.labels(__version__).set(1)

@@ -56,19 +56,20 @@ def test_every_annotation_marks_something(path: Path, world: Any, ask: ModuleTyp
     assert marked == {annotation["name"] for annotation in document["annotations"]["list"]}
 
 
+@pytest.mark.timeout(600)
 @pytest.mark.needs("module:matplotlib")
 def test_the_preview_draws_every_dashboard_and_finds_none_empty(world: Any, tmp_path: Path) -> None:
     """One picture a dashboard, worth looking at; a GPU that nobody knows is said panel by panel."""
     command = [sys.executable, ROOT / "dashboards" / "preview.py", world.url, "--strict", "--out", tmp_path]
     command += ["--start", str(world.started), "--end", str(time.time())]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=250)
     assert done.returncode == 0, done.stdout + done.stderr
     for path in FILES:
         picture = tmp_path / f"{path.stem}.png"
         assert picture.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
         assert picture.stat().st_size > 20_000
 
-    unknown = subprocess.run([*command, "--var", "gpu=nobody"], capture_output=True, text=True, timeout=100)
+    unknown = subprocess.run([*command, "--var", "gpu=nobody"], capture_output=True, text=True, timeout=250)
     assert unknown.returncode == 1
     assert "no data: Where it ran" in unknown.stderr
     assert "empty: Power: no such DCGM series for this GPU" in unknown.stdout
