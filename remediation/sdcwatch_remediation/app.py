@@ -23,6 +23,7 @@ from sdcwatch_remediation.cases import Case
 from sdcwatch_remediation.config import is_loopback
 from sdcwatch_remediation.errors import Conflict, NotAlertmanager, StoreUnavailable
 from sdcwatch_remediation.service import Service
+from sdcwatch_remediation.web import pages
 
 
 class Person(BaseModel):
@@ -59,6 +60,7 @@ def make_app(service: Service) -> FastAPI:
     _add_cases(app, service)
     _add_decisions(app, service)
     _add_health(app, service)
+    pages.mount(app, service)
     return app
 
 

@@ -64,6 +64,16 @@ class Tokens:
             return Refusal(403, f"this token may not use {scope}")
         return None
 
+    def role(self, token: str) -> str | None:
+        """Return whose token this is (a key of `SCOPES`), or None; every file is compared with."""
+        presented = token.encode("utf-8", "surrogateescape")
+        matched = [role for role, file in self._files.items() if presented and file.holds(presented)]
+        return "alerts" if "alerts" in matched else next(iter(matched), None)
+
+    def of(self, role: str) -> tuple[bytes, ...]:
+        """Return the tokens that are valid for a role now, for checking what one of them signed."""
+        return self._files[role].tokens() if role in self._files else ()
+
 
 def problems(server: Server) -> list[str]:
     """Return one sentence for each token file that `Tokens` would refuse."""

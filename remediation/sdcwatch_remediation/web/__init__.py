@@ -1,0 +1,1 @@
+"""The web page of the service: server-rendered, without JavaScript, for the person who approves or rejects."""
