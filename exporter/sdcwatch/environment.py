@@ -69,14 +69,6 @@ def digest(facts: dict[str, str]) -> int:
     return digest_bytes("\n".join(f"{k}={v}" for k, v in sorted(facts.items())).encode())
 
 
-def device_uuid(device: torch.device) -> str | None:
-    """The device's own UUID as `GPU-...` (NVML's and DCGM's spelling), or None on a CPU."""
-    if device.type != "cuda":
-        return None
-    uuid = str(getattr(torch.cuda.get_device_properties(device), "uuid", "")).lower().removeprefix("gpu-")
-    return f"GPU-{uuid}" if uuid else None
-
-
 def _asked(question: Callable[[], Any]) -> Any:
     """torch refuses to answer about old precision switches once a new one was used; `_precisions` holds those."""
     try:

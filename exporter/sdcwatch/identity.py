@@ -1,8 +1,9 @@
 """Who this rank is: taken once at start, stamped on every event and every series.
 
-Sources, first that is set: the agent's `node.json`, settings (`SDCWATCH_*`), Slurm, the host name. Two sources that
-are set and differ refuse the start, because a page must never name the wrong machine. Never asks the network.
-Standard library only; the device's own facts come in through `environment.py`.
+Sources, first that is set: the agent's `node.json`, settings (`SDCWATCH_*`), Kubernetes, Slurm, HyperPod's file, the
+host name; the instance metadata service only where nothing else names the instance (`node_sources.py`). Two sources
+that are set and differ refuse the start, because a page must never name the wrong machine. Standard library only; the
+device's own name comes in from `device_name.py`.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from sdcwatch import node_sources
 from sdcwatch.errors import ConfigurationError, IdentityError
 from sdcwatch.settings import Settings
 
@@ -33,6 +35,8 @@ class Identity:
     gpu_uuid: str
     rank: int
     local_rank: int
+    #: The GPU that a MIG slice lies on; empty for a whole GPU.
+    gpu_parent: str = ""
 
     @property
     def node_key(self) -> str:
@@ -49,6 +53,20 @@ class Identity:
             "gpu_uuid": self.gpu_uuid,
             "rank": str(self.rank),
         }
+
+    def record(self) -> dict[str, str]:
+        """What the spool keeps beside this rank's files: the labels, and what is no label."""
+        return self.labels() | ({"gpu_parent": self.gpu_parent} if self.gpu_parent else {})
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What one machine is called. `instance` and `cluster` are empty outside a cloud."""
+
+    node: str
+    instance: str
+    cluster: str
+    host: str
 
 
 def job_name(settings: Settings, environ: Mapping[str, str]) -> str:
@@ -67,49 +85,80 @@ def job_name(settings: Settings, environ: Mapping[str, str]) -> str:
     return name
 
 
+def machine(settings: Settings, environ: Mapping[str, str], told: Mapping[str, str] | None = None) -> Machine:
+    """What this machine is called.
+
+    Args:
+        told: what the agent's `node.json` says; None for the agent itself.
+
+    Raises:
+        ConfigurationError: a name with characters that no inventory uses.
+        IdentityError: two sources contradict each other.
+    """
+    agent, host = told or {}, socket.gethostname()
+    pod, hyperpod = node_sources.pod_node(environ), node_sources.hyperpod()
+    nodes = {
+        "node.json": agent.get("node"),
+        "SDCWATCH_NODE": settings.node,
+        **({f"the pod's {pod[0]}": pod[1]} if pod else {}),
+        "SLURMD_NODENAME": environ.get("SLURMD_NODENAME"),
+    }
+    node = _one("node", nodes) or host
+    instances = {
+        "node.json": agent.get("instance"),
+        "SDCWATCH_INSTANCE": settings.instance,
+        f"the node name {node}": node_sources.instance_of_node(node),
+        str(node_sources.RESOURCE_CONFIG): hyperpod.get("instance"),
+    }
+    instance = _one("instance", instances) or node_sources.imds_instance(environ) or ""
+    clusters = {
+        "node.json": agent.get("cluster"),
+        "SDCWATCH_CLUSTER": settings.cluster,
+        str(node_sources.RESOURCE_CONFIG): hyperpod.get("cluster"),
+    }
+    cluster = _one("cluster", clusters) or ""
+    for what, value in (("node", node), ("instance", instance), ("cluster", cluster)):
+        if value and not _NAME.fullmatch(value):
+            raise ConfigurationError(
+                f"{what} {value!r} is no name an inventory could hold: letters, digits, . _ - only"
+            )
+    return Machine(node, instance, cluster, host)
+
+
 def take(
-    settings: Settings, *, rank: int, local_rank: int, device_uuid: str | None, environ: Mapping[str, str] | None = None
+    settings: Settings,
+    *,
+    rank: int,
+    local_rank: int,
+    device_uuid: str | None,
+    device_parent: str = "",
+    environ: Mapping[str, str] | None = None,
 ) -> Identity:
     """Collects this rank's identity.
 
     Args:
         settings: job, cluster, node, instance and gpu_uuid as configured.
         rank, local_rank: as torchrun or Slurm numbers them.
-        device_uuid: the device's own UUID (`GPU-...`), None on a CPU.
+        device_uuid: the device's own UUID (`GPU-...` or `MIG-...`), None on a CPU.
+        device_parent: the GPU that a MIG slice lies on.
 
     Raises:
         ConfigurationError: no job name, or a name with characters that no inventory uses.
         IdentityError: two sources contradict each other.
     """
     environ = os.environ if environ is None else environ
-    host = socket.gethostname()
-    told = _node_file(settings.spool_dir)
-    node = _one(
-        "node",
-        {
-            "node.json": told.get("node"),
-            "SDCWATCH_NODE": settings.node,
-            "SLURMD_NODENAME": environ.get("SLURMD_NODENAME"),
-        },
-    )
-    instance = _one("instance", {"node.json": told.get("instance"), "SDCWATCH_INSTANCE": settings.instance}) or ""
-    cluster = _one("cluster", {"node.json": told.get("cluster"), "SDCWATCH_CLUSTER": settings.cluster}) or ""
-    node = node or host
-    for what, value in (("node", node), ("instance", instance), ("cluster", cluster)):
-        if value and not _NAME.fullmatch(value):
-            raise ConfigurationError(
-                f"{what} {value!r} is no name an inventory could hold: letters, digits, . _ - only"
-            )
-    gpu = settings.gpu_uuid or device_uuid or f"CPU-{instance or node}-{local_rank}"
+    here = machine(settings, environ, _node_file(settings.spool_dir))
+    gpu = settings.gpu_uuid or device_uuid or f"CPU-{here.instance or here.node}-{local_rank}"
     return Identity(
         job=job_name(settings, environ),
-        cluster=cluster,
-        node=node,
-        instance=instance,
-        host=host,
+        cluster=here.cluster,
+        node=here.node,
+        instance=here.instance,
+        host=here.host,
         gpu_uuid=gpu,
         rank=rank,
         local_rank=local_rank,
+        gpu_parent=device_parent if gpu == device_uuid else "",
     )
 
 

@@ -27,6 +27,7 @@ from sdcwatch.checkpoints import resume, state
 from sdcwatch.checkpoints.record import StateDigests
 from sdcwatch.checkpoints.trust import CheckpointTrust
 from sdcwatch.checks.replay import LossFunction
+from sdcwatch.device_name import device_name
 from sdcwatch.errors import CheckpointError, ConfigurationError, SdcwatchError
 from sdcwatch.heal.healer import refuse_start as refuse_heal
 from sdcwatch.identity import job_name, take
@@ -173,11 +174,13 @@ class Monitor:
             start.check_given(optimizer, parameters, self._loss_fn, self._settings)
             if self._settings.on_fault == "heal":
                 refuse_heal(unwrap(self._model), optimizer, self._loss_fn)
+            named = device_name(device)
             identity = take(
                 self._settings,
                 rank=dist.get_rank(),
                 local_rank=int(os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0"))),
-                device_uuid=environment.device_uuid(device),
+                device_uuid=named.uuid if named else None,
+                device_parent=named.parent if named else "",
             )
             refuse_start(self._latch_places(), uid_root=user_root(self._settings.spool_dir), instance=identity.instance)
         except SystemExit:
@@ -217,7 +220,7 @@ class Monitor:
                 membership.epoch,
                 identity.rank,
                 identity.local_rank,
-                identity.labels(),
+                identity.record(),
                 quota_bytes=self._settings.spool_quota_mb << 20,
             )
         except (SdcwatchError, OSError) as caught:

@@ -90,6 +90,8 @@ def _problems(config: Config) -> Iterator[str]:
             yield f"{name} must be at most {HIGHEST_PORT}, not {port}"
     yield from _bind_problems(config)
     yield from _mode_problems(config)
+    if config.actions.replace == "slurm" and config.actions.isolate != "slurm":
+        yield "actions.replace is 'slurm', which fails only nodes that were drained: set actions.isolate = 'slurm' too"
     if forbidden := set(config.policy.groups) & set(config.policy.forbidden_groups):
         yield f"policy.groups and policy.forbidden_groups both hold {sorted(forbidden)}; remove it from one"
     if config.policy.group_share > 1:
@@ -231,7 +233,7 @@ def is_loopback(host: str) -> bool:
 
 def _resolve_paths(config: Config, folder: Path) -> Config:
     def resolved(section: Any) -> Any:
-        names = [item.name for item in fields(section) if item.name == "file" or item.name.endswith("_file")]
+        names = [item.name for item in fields(section) if item.name == "file" or item.name.endswith(("_file", "_dir"))]
         return replace(section, **{n: str(folder / getattr(section, n)) for n in names if getattr(section, n)})
 
     database = config.database
@@ -247,6 +249,7 @@ def _resolve_paths(config: Config, folder: Path) -> Config:
         config,
         server=resolved(config.server),
         agents=resolved(config.agents),
+        actions=resolved(config.actions),
         kill_switch=resolved(config.kill_switch),
         tracing=resolved(config.tracing),
         database=database,

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from sdcwatch_remediation.actions.scheduler import Scheduler
 from sdcwatch_remediation.agents import AgentClient, latch_body
 from sdcwatch_remediation.cases import Case
 from sdcwatch_remediation.errors import RemediationError
@@ -41,6 +42,8 @@ class Context:
     agents: AgentClient
     telemetry: Telemetry
     clock: Callable[[], float]
+    schedulers: tuple[Scheduler, ...] = ()
+    """Who is told to keep work off a quarantined node, besides its own agent."""
 
     def inventory(self) -> Inventory | None:
         """Read the live inventory, or return None when it cannot be read whole."""
@@ -115,6 +118,10 @@ class Context:
         if "quarantine" in actions:
             body = latch_body(latch_id=event_id, decision="leave", instance_id=case.instance_id, case_id=case.id, by=BY)
             request["quarantine"] = {"agent": case.instance_id, "path": "/latch/release", "body": body}
+            before = case.before_inventory()
+            if (member := find(before, case.instance_id)) is not None:
+                for scheduler in self.schedulers:
+                    request["quarantine"][scheduler.name] = scheduler.plan(member, case.job, case.id)
         if "replace" in actions:
             request["replace"] = self.provider.replace_request(case.instance_id)
         return canonical_json(request)

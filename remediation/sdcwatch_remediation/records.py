@@ -41,6 +41,23 @@ class Inventory:
     """The cluster's own repair setting (`Automatic`, `None`), or None where it has none."""
 
 
+@dataclass(frozen=True, slots=True)
+class NodeView:
+    """What the orchestrator (Slurm, Kubernetes) says about one node."""
+
+    others_work: tuple[str, ...]
+    """What else runs there, besides the training job of the case and what runs on every node."""
+    cordoned_by: str
+    """Who took the node out of service, when that was not this service; empty: nobody."""
+
+
+class Orchestrator(Protocol):
+    """Who schedules work onto the nodes, as far as the policy must know it."""
+
+    def look(self, member: Member, job: str, case_id: str) -> NodeView | None:
+        """Look at one node; None when it cannot be seen now. What carries this case's id is this service's own."""
+
+
 class Outcome(str, Enum):
     """What is known about an outside action after its one attempt."""
 

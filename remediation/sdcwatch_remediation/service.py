@@ -16,6 +16,8 @@ from collections.abc import Callable
 from typing import Any
 
 from sdcwatch_remediation import trace_export
+from sdcwatch_remediation.actions.scheduler import Scheduler
+from sdcwatch_remediation.actions.slurm import Slurm, SlurmReplace
 from sdcwatch_remediation.agents import AgentClient
 from sdcwatch_remediation.context import Context
 from sdcwatch_remediation.database import Database
@@ -41,6 +43,7 @@ class Service:
         config: Config,
         *,
         provider: Provider | None = None,
+        schedulers: tuple[Scheduler, ...] | None = None,
         clock: Callable[[], float] = time.time,
         sink: Callable[[AuditLine], None] | None = None,
     ) -> None:
@@ -49,6 +52,7 @@ class Service:
         Args:
             config: a checked configuration.
             provider: who owns the instances; built from the configuration by default.
+            schedulers: who keeps work off a node; built from the configuration by default.
             clock: returns unix seconds.
             sink: receives audit lines; by default each goes to stdout as one JSON line.
 
@@ -74,6 +78,7 @@ class Service:
             agents=self.agents,
             telemetry=self.telemetry,
             clock=clock,
+            schedulers=make_schedulers(config) if schedulers is None else schedulers,
         )
         self.worker = Worker(self.context)
         self.traces = trace_export.make(
@@ -170,11 +175,26 @@ def make_provider(config: Config) -> Provider:
     """
     from sdcwatch_remediation.actions.hyperpod import HyperPod
 
-    cluster = config.cluster
+    cluster, actions = config.cluster, config.actions
     try:
-        return HyperPod(cluster.name, region=cluster.region, endpoint_url=cluster.endpoint_url or None)
+        provider = HyperPod(
+            cluster.name,
+            region=cluster.region,
+            endpoint_url=cluster.endpoint_url or None,
+        )
     except ValueError as error:
         raise ConfigError(f"cluster.name: {error}") from error
+    return SlurmReplace(provider, _slurm(config)) if actions.replace == "slurm" else provider
+
+
+def make_schedulers(config: Config) -> tuple[Scheduler, ...]:
+    """Build whoever the configuration wants told to keep work off a quarantined node."""
+    return (_slurm(config),) if config.actions.isolate == "slurm" else ()
+
+
+def _slurm(config: Config) -> Slurm:
+    actions = config.actions
+    return Slurm(bin_dir=actions.slurm_bin_dir, stop=actions.slurm_stop, timeout_seconds=actions.slurm_timeout_seconds)
 
 
 def print_line(line: AuditLine) -> None:

@@ -117,6 +117,23 @@ class Policy:
 
 
 @dataclass(frozen=True, slots=True)
+class Actions:
+    """Which roads an action takes besides the suspect's own agent; whether it may is `policy`'s."""
+
+    isolate: str = _setting(
+        "", "Who is told to keep work off a quarantined node. Empty: its agent alone.", choices=("", "slurm")
+    )
+    replace: str = _setting(
+        "api", "api: BatchReplaceClusterNodes. slurm: state=fail, Action:Replace.", choices=("api", "slurm")
+    )
+    slurm_bin_dir: str = _setting("", "Folder of scontrol, squeue and scancel. Empty: looked up on PATH.")
+    slurm_stop: str = _setting("requeue", "What is done to the training job.", choices=("requeue", "cancel"))
+    slurm_timeout_seconds: float = _setting(30.0, "Longest wait for one command of Slurm.", minimum=0.1)
+    evidence_dir: str = _setting("", "Folder for a bundle of each acted-on case. Empty: evidence in the database only.")
+    actor_role_arn: str = _setting("", "IAM role taken for one replacement at a time. Empty: the service's own.")
+
+
+@dataclass(frozen=True, slots=True)
 class KillSwitch:
     """A stop outside the process."""
 
@@ -149,6 +166,7 @@ class Config:
     cluster: Cluster = field(default_factory=Cluster)
     agents: Agents = field(default_factory=Agents)
     policy: Policy = field(default_factory=Policy)
+    actions: Actions = field(default_factory=Actions)
     kill_switch: KillSwitch = field(default_factory=KillSwitch)
     worker: Worker = field(default_factory=Worker)
     tracing: Tracing = field(default_factory=Tracing)

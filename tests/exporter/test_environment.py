@@ -9,7 +9,7 @@ import sys
 
 import pytest
 import torch
-from sdcwatch.environment import VARIABLES, describe, device_uuid, digest
+from sdcwatch.environment import VARIABLES, describe, digest
 
 CPU = torch.device("cpu")
 
@@ -73,8 +73,3 @@ def test_new_precision_switches_neither_raise_nor_hide() -> None:
     )
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100)
     assert (result.returncode, result.stdout.strip()) == (0, "3"), result.stderr
-
-
-def test_a_cpu_has_no_uuid() -> None:
-    """Identity makes one up from node and local rank then."""
-    assert device_uuid(CPU) is None

@@ -1,25 +1,22 @@
 """Which machine this agent speaks for, and `node.json`, from which the ranks on it learn the same.
 
-Asks no network and reads no inventory: a name is what the operator, Slurm or the host says. Standard library only.
+A name is what the operator, Kubernetes, Slurm, HyperPod or the host says (`sdcwatch.identity`). Standard library only.
 """
 
 from __future__ import annotations
 
 import os
-import re
-import socket
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from sdcwatch import durable
-from sdcwatch.errors import ConfigurationError
+from sdcwatch.identity import machine
 from sdcwatch.settings import Settings
 
 SCHEMA = 1
 NODE_FILE = "node.json"
-_NAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,251}[A-Za-z0-9])?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,20 +34,14 @@ class Node:
 
 
 def take(settings: Settings, environ: Mapping[str, str] | None = None) -> Node:
-    """The node's identity: settings first, then Slurm's name, then the host's.
+    """The node's identity, from the sources that ranks use, `node.json` apart: that one is written from it.
 
     Raises:
         ConfigurationError: a name with characters that no inventory uses.
+        IdentityError: two sources contradict each other.
     """
-    slurm = (os.environ if environ is None else environ).get("SLURMD_NODENAME")
-    host = socket.gethostname()
-    node = Node(settings.cluster, settings.node or slurm or host, settings.instance or "", host)
-    for what, value in (("cluster", node.cluster), ("node", node.node), ("instance", node.instance)):
-        if value and not _NAME.fullmatch(value):
-            raise ConfigurationError(
-                f"{what} {value!r} is no name an inventory could hold: letters, digits, . _ - only"
-            )
-    return node
+    here = machine(settings, os.environ if environ is None else environ)
+    return Node(here.cluster, here.node, here.instance, here.host)
 
 
 def write(user_root: Path, node: Node) -> None:

@@ -1,4 +1,4 @@
-"""Contain and quarantine: keep the evidence, then tell the suspect's own agent that the instance must not train.
+"""Contain and quarantine: keep the evidence, tell the suspect's own agent that it must not train, then the scheduler.
 
 What it does: `contain` asks every gate once more with fresh facts; `quarantine` posts `leave` to the suspect's agent,
 at most `TRIES` times, and goes on either way: the node may be dead, and replacing it is what stops it then.
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 
+from sdcwatch_remediation.actions import acts
 from sdcwatch_remediation.cases import Case
 from sdcwatch_remediation.context import BY, Context, find, gates_json
 from sdcwatch_remediation.policy import Answer, Decision
@@ -54,6 +55,10 @@ def quarantine(ctx: Context, case: Case) -> Case | None:
             )
             return None
         case = ctx.store.set(case, step="quarantined", detail=detail, quarantined_at=ctx.clock())
+    for scheduler in ctx.schedulers:
+        if problem := acts.isolate(ctx, case, member, scheduler):
+            hold(ctx, case, problem)
+            return None
     return _then(ctx, case)
 
 
@@ -82,9 +87,14 @@ def permitted(ctx: Context, case: Case, decision: Decision) -> bool:
     if decision.answer is Answer.GO and allowed:
         return True
     reason = decision.reason if decision.answer is not Answer.GO else f"mode: {decision.mode} does not allow it"
+    hold(ctx, case, reason)
+    return False
+
+
+def hold(ctx: Context, case: Case, reason: str) -> None:
+    """Look again in the next round; say why, once for each kind of reason."""
     later = ctx.clock() + ctx.config.worker.poll_seconds
     if reason.partition(":")[0] == case.reason.partition(":")[0]:
         ctx.store.set(case, next_at=later)
     else:
         ctx.store.set(case, step="held", detail={"reason": reason}, reason=reason, next_at=later)
-    return False

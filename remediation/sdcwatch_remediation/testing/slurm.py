@@ -23,7 +23,7 @@ from pathlib import Path
 
 from sdcwatch_remediation.errors import RemediationError
 
-WAIT_SECONDS = 30.0
+WAIT_SECONDS = 60.0
 
 
 class SlurmProblem(RemediationError):
@@ -149,21 +149,25 @@ class SlurmCluster:
                 raise SlurmProblem(f"not so after {seconds:.0f} s: {what}{self._last_words()}")
             time.sleep(0.05)
 
+    def stop_controller(self) -> None:
+        """End slurmctld, as if its machine were gone; the nodes' daemons go on."""
+        controller = self._processes.pop(1)
+        controller.kill()
+        controller.wait(10)
+
     def close(self) -> None:
         """End all jobs and processes of this cluster, and remove its folder."""
         with contextlib.suppress(subprocess.TimeoutExpired, SlurmProblem, OSError):
             self.run("scancel", "--full", "--signal=KILL", f"--user={getpass.getuser()}", check=False)
         for process in reversed(self._processes):
-            process.terminate()
-        for process in reversed(self._processes):
-            try:
-                process.wait(10)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait(10)
-        for pid in _processes_with(f"SLURM_CONF={self.conf}"):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+            process.kill()  # nothing of theirs is kept, and an orderly end takes slurmctld ten seconds
+            process.wait(10)
+        until = time.monotonic() + WAIT_SECONDS
+        while (left := _processes_with(f"SLURM_CONF={self.conf}")) and time.monotonic() < until:
+            for pid in left:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(0.05)
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def __enter__(self) -> SlurmCluster:

@@ -221,23 +221,6 @@ def test_expired_epochs_go_while_it_runs(agent: Make, rank: Make) -> None:
     assert value(running.metrics(), "sdc_mismatches_total") == []
 
 
-def test_eight_ranks_cost_little(agent: Make, rank: Make) -> None:
-    """Under 80 MB, and under 20 ms a scrape when every rank has just written."""
-    ranks = [rank(number) for number in range(8)]
-    running = agent()
-    best = float("inf")
-    for step in range(20):
-        for one in ranks:
-            one.metrics.set("sdc_training_step", step)
-            one.write()
-        began = time.perf_counter()
-        running.metrics()
-        best = min(best, time.perf_counter() - began)
-    assert best < 0.020
-    status = Path(f"/proc/{running.process.pid}/status").read_text()
-    assert int(status.split("VmHWM:")[1].split()[0]) < 80 * 1024
-
-
 def settings(root: Path, port: int, **more: Any) -> Settings:
     return Settings(spool_dir=str(root), node="n0", instance="i-0", cluster="blue", agent_port=port, **more)
 
