@@ -21,7 +21,7 @@ export PATH := $(CURDIR)/.tools/bin:$(CURDIR)/.venv/bin:$(PATH)
 export PYTHON3 TORCH_VERSION TORCH_INDEX
 CODE := exporter remediation tests $(wildcard alert_rules demo dashboards benchmarks)
 
-.PHONY: help setup setup-integrations campaign-alerts mutants demo dashboards-preview test test-integrations lint types imports unit format lock clean distclean
+.PHONY: help setup setup-integrations campaign-alerts campaign-heal mutants demo dashboards-preview test test-integrations lint types imports unit format lock clean distclean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-19s %s\n", $$1, $$2}'
@@ -67,6 +67,9 @@ mutants: setup ## break each verdict rule once, in a copy: does a test turn red?
 
 campaign: setup ## thousands of injected faults and 100,000 clean comparisons on real ranks: docs/detection.md; goes on after a kill
 	@PYTHONPATH=. $(PYTHON) -m benchmarks.campaign
+
+campaign-heal: setup ## every fault and kill -9 x heal and halt: final weights of a clean run? (an hour; table in docs/healing.md)
+	@$(PYTHON) benchmarks/heal/campaign.py --document
 
 campaign-alerts: setup ## twenty jobs die 0.2 s after their event: does every page arrive, and in under 12 s?
 	@$(PYTHON) tests/e2e/alert_path/campaign.py

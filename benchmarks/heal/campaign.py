@@ -187,7 +187,7 @@ def table(results: list[Result]) -> str:
     """The generated part of docs/healing.md."""
     lines = [
         "Written by `make campaign-heal`: accumulation of 4, clipping, dropout, batch norm, AdamW; audits every 3\n"
-        f"steps, a checkpoint every 2, {life.STEPS} steps; `once` is right when repeated. *Equal*: final parameters and\n"
+        f"steps, a checkpoint every 2, {life.STEPS} steps; `once` is right when repeated. *Equal*: parameters and\n"
         "optimizer state, to the bit. *Repeated*: steps computed more than once. After a halt the latch is released,\n"
         "and the fault is gone with its node. Where sizes differ, both are given, as under *ranks*.\n\n"
         "| fault | when | `on_fault` | ranks | equal | healed | lives | repeated | seen as |\n"
