@@ -211,7 +211,7 @@ def table(results: list[Result]) -> str:
             each(["yes" if r.equal else "**no**" for r in group]),
             each([r.healed for r in group]),
             each([r.lives for r in group]),
-            each([r.recomputed for r in group]),
+            each(["-" if r.case.kill else r.recomputed for r in group]),
             seen,
         ]
         lines.append(f"| {' | '.join(map(str, cells))} |\n")
