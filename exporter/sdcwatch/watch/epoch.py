@@ -36,6 +36,7 @@ from sdcwatch.verdict import (
     judge_sets,
     verified_everywhere,
 )
+from sdcwatch.verdict.records import REPLAY, ROW_CHECKS
 from sdcwatch.watch.audit import Auditor, Outcome
 from sdcwatch.watch.contain import Halt, containing
 from sdcwatch.watch.exchange import Exchange, last_rows
@@ -170,7 +171,7 @@ class Epoch:
         self._in_step = False
         if self._join_seen:
             self._join_seen = False
-            for check in ("gradient_checksum", "allreduce_conservation", "weight_checksum", "replay"):
+            for check in (*ROW_CHECKS, REPLAY):
                 self.reporter.skipped(check, "join")
         self.reporter.finished_step(self.step, seconds)
 
