@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from sdcwatch._version import __version__
-from sdcwatch.fingerprint import digest_bytes
+from sdcwatch.fingerprint import FORM, digest_bytes
 
 #: Variables that change which kernel or algorithm computes a number.
 VARIABLES = (
@@ -31,6 +31,7 @@ def describe(device: torch.device) -> dict[str, str]:
     """The environment of this process for work on `device`, as sorted text pairs."""
     facts: dict[str, Any] = {
         "sdcwatch": __version__,
+        "fingerprint": FORM,
         "python": platform.python_version(),
         "machine": platform.machine(),
         "torch": torch.__version__,

@@ -1,10 +1,11 @@
 """Fingerprints: a uint64 of a tensor's bytes, sensitive to position, equal for equal content whatever the stride.
 
-CPU tensors are hashed in place by xxh3 (64 bits, about the speed of memory). On a device the same bytes are summed as
-64-bit words, each multiplied by an odd pseudo-random weight of its position and mixed; both ends of a comparison
-always run on the same kind of device (the environment digest says so), so the two forms never meet. Two different
-contents collide with probability 2^-64 (xxh3, not against an adversary), and 2^-63 for the device form when one word
-differs. Each tensor's length is hashed before its bytes, so a byte never counts for its neighbour in the sequence.
+CPU tensors are hashed in place by XXH3 (64 bits, about the speed of memory); a large one in fixed pieces, by as many
+threads as torch uses, so the number never depends on how many there are. Tensors of a device are hashed there by
+`fingerprint_device`, and one host read brings all of their digests. Both ends of a comparison always run on the same
+kind of device (the environment digest says so), so the two forms never meet. Two different contents collide with
+probability 2^-64 (XXH3, not against an adversary), or 2^-63 in the device form. Each tensor's length is hashed before
+its bytes, so a byte never counts for its neighbour in the sequence.
 
 Never copies a contiguous tensor, never compares floats (NaN bits and signed zeros count), never raises for odd dtypes:
 tensors without a run of bytes (sparse, meta, wrapper subclasses, freed storage) are skipped and the caller counts
@@ -14,23 +15,36 @@ their bytes as uncovered.
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
+from typing import Any
 
 import torch
 import xxhash
 
+from sdcwatch.fingerprint_device import device_digest, device_digests, raw
 from sdcwatch.shards import local
 
-#: Words hashed at once on a device: bounds the temporary to 3 x 32 MB.
-_CHUNK = 1 << 22
-_PRIME = 0x9E3779B97F4A7C15 - (1 << 64)
-_MIX = 0xBF58476D1CE4E5B9 - (1 << 64)
+#: What rows of one group must share besides this package's version: the form of the numbers.
+FORM = f"xxh3-pieces-1/xxhash-{xxhash.XXHASH_VERSION}"
+
+_PIECE = 4 << 20
+#: More threads than this no memory of one socket keeps busy.
+_MOST_THREADS = 8
 _MASK = (1 << 64) - 1
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_NONE, _SKIP, _DEVICE = b"\x00none", b"\x00skip", b"\x00device"
+
+__all__ = ["FORM", "can_fingerprint", "combine", "device_digest", "digest_bytes", "fingerprint"]
+
+_pool: tuple[int, int, ThreadPoolExecutor] | None = None
 
 
 def can_fingerprint(tensor: torch.Tensor) -> bool:
     """True for tensors whose value is a run of bytes: not sparse, meta, nested, wrapping others, or freed."""
-    if tensor.layout is not torch.strided or tensor.device.type == "meta" or tensor.is_nested:
+    if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_nested:
         return False
     try:
         return not tensor.numel() or tensor.data_ptr() != 0
@@ -52,16 +66,16 @@ def fingerprint(tensors: Iterable[torch.Tensor | None]) -> int:
     for whole in tensors:
         tensor = None if whole is None else local(whole)
         if tensor is None:
-            hasher.update(b"\x00none")
+            hasher.update(_NONE)
         elif not can_fingerprint(tensor):
-            hasher.update(b"\x00skip")
-        elif tensor.device.type == "cpu":
+            hasher.update(_SKIP)
+        elif tensor.is_cpu:
             _update(hasher, tensor)
         else:
-            hasher.update(b"\x00device" + _size(tensor).to_bytes(8, "little"))
-            pending.append(device_digest(tensor))
+            hasher.update(_DEVICE + tensor.nbytes.to_bytes(8, "little"))
+            pending.append(tensor)
     if pending:
-        for value in torch.stack(pending).tolist():
+        for value in device_digests(pending).tolist():
             hasher.update((value & _MASK).to_bytes(8, "little"))
     return hasher.intdigest()
 
@@ -76,56 +90,55 @@ def combine(digests: Iterable[int]) -> int:
     return xxhash.xxh3_64_intdigest(b"".join((d & _MASK).to_bytes(8, "little") for d in digests))
 
 
-def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().resolve_conj().resolve_neg().contiguous()
-
-
-def _size(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
-
-
 def _update(hasher: xxhash.xxh3_64, tensor: torch.Tensor) -> None:
-    value = _plain(tensor)
-    size = _size(value)
+    # `value` keeps the memory alive while it is read.
+    value = tensor if type(tensor) in _PLAIN and tensor.is_contiguous() and not _lazy(tensor) else raw(tensor)
+    size = value.nbytes
     hasher.update(size.to_bytes(8, "little"))
-    if size:
-        # numpy is no dependency, so the memory is named through ctypes; `value` keeps it alive meanwhile.
-        hasher.update((ctypes.c_ubyte * size).from_address(value.data_ptr()))
+    if size > _PIECE:
+        hasher.update(b"".join(_pieces(value.data_ptr(), size)))
+    elif size:
+        hasher.update(_memory(value.data_ptr(), size))
 
 
-def device_digest(tensor: torch.Tensor) -> torch.Tensor:
-    """The device form: a 0-d int64 tensor on the tensor's own device, without a host read."""
-    value = _plain(tensor).view(-1)
-    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    if not value.numel():
-        return total
-    raw = value.view(torch.uint8)
-    whole = raw.numel() // 8
-    # A view that begins between two words, or memory that came from outside torch, is copied to where words may stand.
-    head = raw[: whole * 8]
-    aligned = head.storage_offset() % 8 == 0 and head.data_ptr() % 8 == 0
-    words = (head if aligned else head.clone()).view(torch.int64)
-    for start in range(0, whole, _CHUNK):
-        total += _mixed_sum(words[start : start + _CHUNK], start)
-    tail = raw[whole * 8 :]
-    if tail.numel():
-        total += _mixed_sum(tail.to(torch.int64) + 1, whole)
-    return total
+def _lazy(tensor: torch.Tensor) -> bool:
+    """A view whose memory is not its value: conjugated, or negated."""
+    return tensor.is_neg() or tensor.is_conj()
 
 
-def _mixed_sum(words: torch.Tensor, start: int) -> torch.Tensor:
-    position = torch.arange(start + 1, start + 1 + words.numel(), dtype=torch.int64, device=words.device)
-    key = position * _PRIME
-    key ^= _shift(key, 29)
-    key *= _MIX
-    key |= 1
-    mixed = words * key
-    mixed ^= _shift(mixed, 32)
-    mixed += words
-    mixed *= key
-    return mixed.sum()
+def _memory(address: int, size: int) -> Any:
+    # numpy is no dependency, so the memory is named through ctypes.
+    return _array(size).from_address(address)
 
 
-def _shift(value: torch.Tensor, bits: int) -> torch.Tensor:
-    """Logical right shift of int64 (torch's own is arithmetic)."""
-    return (value >> bits) & ((1 << (64 - bits)) - 1)
+@lru_cache(maxsize=4096)
+def _array(size: int) -> Any:
+    return ctypes.c_ubyte * size
+
+
+def _pieces(address: int, size: int) -> list[bytes]:
+    """Digests of a large tensor's pieces, in order."""
+    places = [(address + start, min(_PIECE, size - start)) for start in range(0, size, _PIECE)]
+    threads = min(torch.get_num_threads(), _MOST_THREADS, len(places))
+    if threads == 1:
+        return [_piece(place) for place in places]
+    others = [_threads(threads).submit(_share, places[n::threads]) for n in range(1, threads)]
+    shares = [_share(places[::threads]), *(other.result() for other in others)]
+    return [shares[n % threads][n // threads] for n in range(len(places))]
+
+
+def _share(places: list[tuple[int, int]]) -> list[bytes]:
+    return [_piece(place) for place in places]
+
+
+def _piece(place: tuple[int, int]) -> bytes:
+    digest: bytes = xxhash.xxh3_64_digest(_memory(*place))  # lets other threads run meanwhile
+    return digest
+
+
+def _threads(count: int) -> ThreadPoolExecutor:
+    """The pool of this process: a fork has none of its parent's threads."""
+    global _pool
+    if _pool is None or _pool[:2] != (os.getpid(), count):
+        _pool = (os.getpid(), count, ThreadPoolExecutor(count - 1, thread_name_prefix="sdcwatch-fingerprint"))
+    return _pool[2]

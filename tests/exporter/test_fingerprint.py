@@ -192,16 +192,19 @@ def test_different_bytes_give_different_numbers(form: Form, one: bytes, other: b
     assert form(first) == form(first.clone())
 
 
-def test_device_form_spans_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a big tensor is cut for memory's sake does not show, and no chunk repeats another's weights."""
+def test_large_tensors_are_hashed_the_same_by_any_number_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pieces are fixed, so ranks with one and with four threads give one number; and pieces know their place."""
     import importlib
 
     module = importlib.import_module("sdcwatch.fingerprint")
-    value = content(torch.int64, 1000)
-    whole = device(value)
-    monkeypatch.setattr(module, "_CHUNK", 64)
-    assert device(value) == whole
-    assert device(torch.cat([value[64:128], value[:64], value[128:]])) != whole
+    monkeypatch.setattr(module, "_PIECE", 4096)
+    value = content(torch.uint8, 10 * 4096 + 77)
+    found = set()
+    for threads in (1, 2, 3, 16):
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        found.add(host(value))
+    assert len(found) == 1
+    assert host(torch.cat([value[4096:8192], value[:4096], value[8192:]])) not in found
 
 
 def sequences() -> list[Sequence[torch.Tensor | None]]:

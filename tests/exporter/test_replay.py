@@ -324,3 +324,21 @@ def test_signature_tells_structures_apart() -> None:
         (torch.ones(2, 3),), {"x": torch.ones(2, 3)}, {"y": torch.ones(2, 3)}, "text", None,
     ]  # fmt: skip
     assert len({signature(b) for b in batches}) == len(batches)
+
+
+def test_gradients_of_a_replay_are_freed_as_they_appear(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What autograd keeps of each parameter's gradient is one zero, in the last or only micro-batch and before it."""
+    kept: list[int] = []
+    original = torch.autograd.grad
+
+    def grad(*args: Any, **kwargs: Any) -> Any:
+        found = original(*args, **kwargs)
+        kept.extend(gradient.untyped_storage().nbytes() for gradient in found if gradient is not None)
+        return found
+
+    for live in (Run(), Run(micro=3)):
+        monkeypatch.setattr(torch.autograd, "grad", grad)
+        assert live.again().digests == live.local.digests()
+        monkeypatch.undo()
+    assert kept
+    assert set(kept) == {4}

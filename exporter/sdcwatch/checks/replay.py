@@ -149,23 +149,72 @@ def run(
         RuntimeError: whatever the loss function raises; state is restored first.
     """
     content = _load(payload, device)
-    total: list[torch.Tensor | None] = [None] * len(parameters)
+    gradients = _Gradients(parameters, based=content["had_gradients"])
     with traceless(module, device):
         for submodule, training in zip(module.modules(), content["training"], strict=False):
             submodule.training = training
-        for data, rng, autocast, seed in content["batches"]:
+        for number, (data, rng, autocast, seed) in enumerate(content["batches"], 1):
             set_rng_state(rng, device)
             batch = _load(data, device)
             kind, enabled, dtype = autocast
             with torch.enable_grad(), torch.autocast(kind, dtype, enabled=enabled):
                 loss = loss_fn(module, batch)
-            gradients = torch.autograd.grad(
-                loss, list(parameters), grad_outputs=seed.to(loss.device), allow_unused=True
-            )
-            for index, gradient in enumerate(gradients):
-                total[index] = _accumulate(total[index], gradient, based=content["had_gradients"])
-    digests = {index: fingerprint([g]) for index, g in enumerate(total) if g is not None}
+            with gradients.watched(last=number == len(content["batches"])):
+                torch.autograd.grad(loss, list(parameters), grad_outputs=seed.to(loss.device), allow_unused=True)
+    digests = gradients.digests()
     return Replayed(combine_digests(digests), digests)
+
+
+class _Gradients:
+    """Replayed gradients as they appear: in the last micro-batch each is fingerprinted and freed at once.
+
+    So one micro-batch never holds a second copy of the gradients; several hold their sum, as the live step did.
+
+    Args:
+        based: the live gradient was added to zeros.
+    """
+
+    def __init__(self, parameters: Sequence[torch.nn.Parameter], *, based: bool) -> None:
+        self._parameters = parameters
+        self._based = based
+        self._total: list[torch.Tensor | None] = [None] * len(parameters)
+        self._digests: dict[int, int] = {}
+
+    @contextlib.contextmanager
+    def watched(self, *, last: bool) -> Iterator[None]:
+        """While the block runs, each parameter's gradient goes into the sum; `last`: and out of memory."""
+        # Hooks of a leaf run before `autograd.grad` keeps its gradient, ours after the user's, and may exchange it.
+        handles = [p.register_hook(self._hook(index, last)) for index, p in enumerate(self._parameters)]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _hook(self, index: int, last: bool) -> Callable[[torch.Tensor], torch.Tensor]:
+        def take(gradient: torch.Tensor) -> torch.Tensor:
+            with torch.no_grad():
+                if last and self._total[index] is None and not self._based:
+                    self._digests[index] = fingerprint([gradient])
+                else:
+                    self._total[index] = _accumulate(self._total[index], gradient, based=self._based)
+                    if last:
+                        self._finish(index)
+                # What is kept instead is one zero.
+                return gradient.new_zeros(()).expand_as(gradient) if gradient.layout is torch.strided else gradient
+
+        return take
+
+    def _finish(self, index: int) -> None:
+        total, self._total[index] = self._total[index], None
+        if total is not None:
+            self._digests[index] = fingerprint([total])
+
+    def digests(self) -> dict[int, int]:
+        """Fingerprint of each parameter's gradient, by index; parameters that had none are absent."""
+        for index in range(len(self._total)):
+            self._finish(index)  # a parameter that the last micro-batch did not use
+        return dict(self._digests)
 
 
 def combine_digests(digests: dict[int, int]) -> int:

@@ -149,24 +149,24 @@ class RowFields:
             collective: the model's forward is known to use collectives.
             backwards: reducing backwards of this step so far.
         """
-        reason = self._not_ready(payload, collective, backwards)
+        free = _free_memory(self._watched.device)
+        reason = self._not_ready(payload, free, collective, backwards)
         if reason is not None or payload is None:
             return {"replay_ready": SkipReason.code(reason or "disabled")}
         return {
             "replay_ready": 1,
             "batch_bytes": len(payload),
             "batch_signature": self._recorder.signature(),
-            "free_memory": _free_memory(self._watched.device),
+            "free_memory": free,
         }
 
-    def _not_ready(self, payload: bytes | None, collective: bool, backwards: int) -> str | None:
+    def _not_ready(self, payload: bytes | None, free: int | None, collective: bool, backwards: int) -> str | None:
         if collective:
             return "collective"
         if self._recorder.failure:
             return self._recorder.failure
         if payload is None or backwards > 1:
             return "disabled"
-        free = _free_memory(self._watched.device)
         needed = 2 * sum(p.numel() * p.element_size() for p in self._watched.parameters) + len(payload)
         return "oom" if free is not None and free < needed else None
 
