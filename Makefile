@@ -11,6 +11,8 @@ TORCH_VERSION ?= 2.13.0
 TORCH_INDEX ?=
 # The demo's fault: compute, weight, optimizer, gradient, none.
 FAULT ?= compute
+# More words for the benchmarks: make bench BENCH_ARGS=--fresh
+BENCH_ARGS ?=
 # More words for pytest: make test PYTEST_ARGS='-k verdict -x'
 PYTEST_ARGS ?=
 # Processes that run tests side by side.
@@ -21,7 +23,7 @@ export PATH := $(CURDIR)/.tools/bin:$(CURDIR)/.venv/bin:$(PATH)
 export PYTHON3 TORCH_VERSION TORCH_INDEX
 CODE := exporter remediation tests $(wildcard alert_rules demo dashboards benchmarks)
 
-.PHONY: help setup setup-integrations campaign-alerts campaign-heal mutants demo dashboards-preview test test-integrations lint types imports unit format lock clean distclean
+.PHONY: help setup bench setup-integrations campaign-alerts campaign-heal mutants demo dashboards-preview test test-integrations lint types imports unit format lock clean distclean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-19s %s\n", $$1, $$2}'
@@ -73,6 +75,11 @@ campaign-heal: setup ## every fault and kill -9 x heal and halt: final weights o
 
 campaign-alerts: setup ## twenty jobs die 0.2 s after their event: does every page arrive, and in under 12 s?
 	@$(PYTHON) tests/e2e/alert_path/campaign.py
+
+bench: setup ## what it costs, side by side with its peers: benchmarks/out/bench.json, docs/performance.md (twelve minutes; goes on where it stopped)
+	@test -d benchmarks/out/peers || $(PYTHON) -m pip install -q --no-deps --target benchmarks/out/peers sdcguard==0.4.0 \
+		|| echo "[bench] sdcguard cannot be had: it is left out of the comparison"
+	@PYTHONPATH=$(CURDIR):$(CURDIR)/benchmarks/out/peers $(PYTHON) -m benchmarks $(BENCH_ARGS)
 
 format: setup ## let ruff rewrite the code
 	@$(PYTHON) -m ruff check --fix $(CODE)

@@ -27,8 +27,8 @@ import xxhash
 from sdcwatch.fingerprint_device import device_digest, device_digests, raw
 from sdcwatch.shards import local
 
-#: What rows of one group must share besides this package's version: the form of the numbers.
-FORM = f"xxh3-pieces-1/xxhash-{xxhash.XXHASH_VERSION}"
+#: The form of the numbers; it changes whenever equal bytes would give another one.
+FORM = "xxh3-4MiB-1,nh-tiles-1"
 
 _PIECE = 4 << 20
 #: More threads than this no memory of one socket keeps busy.

@@ -13,7 +13,7 @@ from sdcwatch.catalog import ACCUSING_CHECKS, BLAME, IDENTITY_LABELS, LAST_MISMA
 from sdcwatch.exposition import Sample, parse, render, series
 
 #: Most series that one rank writes, by scope; `blame` are the series of other ranks that it reports on.
-CAPS: Mapping[str, int] = {"rank": 32, "blame": 128, "node": 64, "job": 256}
+CAPS: Mapping[str, int] = {"rank": 15, "blame": 128, "node": 64, "job": 256}
 
 #: Longest label value, in characters; longer ones are cut so that one odd host name cannot bloat every series.
 LABEL_LENGTH = 200

@@ -8,6 +8,7 @@ exchanged once, at start. Standard library only. Flow: checks -> **observation**
 from __future__ import annotations
 
 import dataclasses
+import functools
 import struct
 import zlib
 from dataclasses import dataclass, field
@@ -178,19 +179,43 @@ def pack(row: Row | AuditRow) -> bytes:
     return body + struct.pack("<Q", zlib.crc32(body))
 
 
-def unpack(kind: type[R], data: bytes) -> R:
+def unpack(kind: type[R], data: bytes | memoryview) -> R:
     """Reads one row back.
 
     Raises:
         RowError: wrong length, version or CRC.
     """
-    if len(data) != size_words(kind) * 8:
-        raise RowError(f"row of {len(data)} bytes, expected {size_words(kind) * 8}")
-    body, (crc,) = data[:-8], struct.unpack("<Q", data[-8:])
-    if zlib.crc32(body) != crc:
+    layout = _layout(kind)
+    if len(data) != layout.size:
+        raise RowError(f"row of {len(data)} bytes, expected {layout.size}")
+    version, mask, *values, crc = layout.unpack(data)
+    if zlib.crc32(data[:-8]) != crc:
         raise RowError("row's CRC does not match")
-    version, mask, *values = struct.unpack(f"<QQ{_codes(kind)}", body)
     if version != ROW_VERSION:
         raise RowError(f"row of version {version}, this build reads {ROW_VERSION}")
-    names = [f.name for f in dataclasses.fields(kind)]
-    return kind(**{n: v for i, (n, v) in enumerate(zip(names, values, strict=True)) if mask >> i & 1})
+    for position in _absent(len(values), mask):
+        values[position] = None
+    return kind(*values)
+
+
+def unpack_rows(kind: type[R], data: bytes, count: int) -> list[R | RowError]:
+    """Reads `count` rows that lie one behind another; a damaged one becomes its `RowError`."""
+    size, view = _layout(kind).size, memoryview(data)
+    rows: list[R | RowError] = []
+    for start in range(0, count * size, size):
+        try:
+            rows.append(unpack(kind, view[start : start + size]))
+        except RowError as error:
+            rows.append(error)
+    return rows
+
+
+@functools.lru_cache(maxsize=8)
+def _layout(kind: Any) -> struct.Struct:
+    return struct.Struct(f"<QQ{_codes(kind)}Q")
+
+
+@functools.lru_cache(maxsize=256)
+def _absent(count: int, mask: int) -> tuple[int, ...]:
+    """Positions that a presence mask leaves out; the ranks of a step share one mask or a few."""
+    return tuple(position for position in range(count) if not mask >> position & 1)

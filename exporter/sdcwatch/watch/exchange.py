@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from sdcwatch.observation import AuditRow, R, Row, RowError, pack, size_words, unpack
+from sdcwatch.observation import AuditRow, R, Row, RowError, pack, size_words, unpack, unpack_rows
 
 # torch 2.13 renamed it and warns about the old name; older releases only have that one.
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -43,7 +43,7 @@ class Exchange:
         out = torch.empty(words * self.size, dtype=torch.int64, device=self.device)
         _all_gather(out, mine, group=self.group)
         data = to_bytes(out)
-        return [_read(kind, data[i * words * 8 : (i + 1) * words * 8]) for i in range(self.size)]
+        return unpack_rows(kind, data, self.size)
 
     def agree(self, code: int, digest: int) -> tuple[bool, int]:
         """One MAX over (code, -code, digest, -digest).
@@ -117,4 +117,4 @@ def _read(kind: Any, data: bytes) -> Any:
         return error
 
 
-__all__ = ["AuditRow", "Exchange", "last_rows", "to_bytes"]
+__all__ = ["AuditRow", "Exchange", "last_rows", "to_bytes", "unpack_rows"]

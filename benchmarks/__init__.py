@@ -1,0 +1,1 @@
+"""What sdcwatch costs, measured: `make bench`. Ratios and medians of one run; never part of the product."""

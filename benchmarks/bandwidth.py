@@ -1,0 +1,48 @@
+"""A fingerprint against the fastest read of the same buffer: `tensor.view(int64).sum()`."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from sdcwatch.fingerprint import fingerprint
+
+
+def _rate(work: Callable[[], object], size: int) -> float:
+    begin = time.perf_counter()
+    work()
+    return size / (time.perf_counter() - begin)
+
+
+def bandwidth(*, megabytes: tuple[int, ...] = (64, 256), repeats: int = 9) -> list[dict[str, Any]]:
+    """Median ratio of the two rates, one thread and all of torch's, taken in turns."""
+    rows = []
+    before = torch.get_num_threads()
+    try:
+        for size in megabytes:
+            buffer = torch.randint(256, (size << 20,), dtype=torch.uint8)
+            for threads in sorted({1, before}):
+                torch.set_num_threads(threads)
+                ratios = []
+                for _ in range(repeats):
+                    plain = _rate(lambda: buffer.view(torch.int64).sum(), buffer.numel())
+                    ratios.append(_rate(lambda: fingerprint([buffer]), buffer.numel()) / plain)
+                rows.append({"megabytes": size, "threads": threads, "of_sum": statistics.median(ratios)})
+    finally:
+        torch.set_num_threads(before)
+    return rows
+
+
+def growth(*, megabytes: tuple[int, ...] = (4, 16, 64, 256)) -> list[dict[str, Any]]:
+    """Fingerprint time by bytes, as a multiple of the smallest."""
+    rows: list[dict[str, Any]] = []
+    for size in megabytes:
+        buffer = torch.zeros(size << 20, dtype=torch.uint8)
+        seconds = statistics.median(
+            buffer.numel() / _rate(lambda: fingerprint([buffer]), buffer.numel()) for _ in range(7)
+        )
+        rows.append({"megabytes": size, "times": seconds / rows[0]["seconds"] if rows else 1.0, "seconds": seconds})
+    return rows

@@ -1,0 +1,138 @@
+"""Whole steps with and without the monitor, side by side: two models of one seed take turns, step by step.
+
+Each pair of steps gives one ratio, and the order within a pair changes, so what else the machine does hits both.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from sdcwatch import Monitor
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from benchmarks.model import SMALL, Size, Transformer, batch_of, loss_fn
+from benchmarks.ranks import on_ranks
+
+CPU = torch.device("cpu")
+
+
+class Plain:
+    """Training steps without a monitor."""
+
+    def __init__(self, module: nn.Module, **settings: Any) -> None:
+        self.ddp = DistributedDataParallel(module)
+        self.optimizer = torch.optim.AdamW(self.ddp.parameters(), lr=1e-4)
+        self.count = 0
+
+    def step(self, batch: Any, loss: Callable[..., torch.Tensor]) -> None:
+        self.count += 1
+        loss(self.ddp, batch).backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+class Watched(Plain):
+    """The same with one."""
+
+    def __init__(self, module: nn.Module, **settings: Any) -> None:
+        super().__init__(module)
+        self.monitor = Monitor(self.ddp, self.optimizer, loss_fn=settings.pop("loss", loss_fn), **settings)
+
+    def step(self, batch: Any, loss: Callable[..., torch.Tensor]) -> None:
+        self.count += 1
+        with self.monitor.step(self.count) as s:
+            s.loss(batch).backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+
+def paired(
+    rank: int, size: int, make: Callable[[], nn.Module], batch: Any, loss: Any, pairs: int, settings: Any
+) -> Any:
+    """Seconds of every step, (without, with) a pair; and whether both models ended with the same bits."""
+    found = []
+    torch.manual_seed(0)
+    without = Plain(make())
+    torch.manual_seed(0)
+    watched = Watched(make(), loss=loss, **settings)
+    for number in range(pairs + 2):
+        taken = {}
+        for run in (without, watched) if number % 2 else (watched, without):
+            dist.barrier()
+            begin = time.perf_counter()
+            run.step(batch, loss)
+            dist.barrier()
+            taken[type(run).__name__] = time.perf_counter() - begin
+        if number >= 2:  # the first steps make optimizer state and buckets, and calibrate
+            found.append((taken["Plain"], taken["Watched"]))
+    same = all(torch.equal(a, b) for a, b in zip(without.ddp.parameters(), watched.ddp.parameters(), strict=True))
+    events = [verdict.kind for verdict in watched.monitor.verdicts]
+    watched.monitor.close()
+    return {"seconds": found, "same_bits": same, "verdicts": events}
+
+
+def _transformer(rank: int, ranks: int, size: Size, tokens: int, pairs: int, settings: dict[str, Any]) -> Any:
+    batch = batch_of(size, tokens, CPU, seed=rank)
+    return paired(rank, ranks, lambda: Transformer(size), batch, loss_fn, pairs, settings)
+
+
+def summary(results: list[Any]) -> dict[str, Any]:
+    """Medians over pairs, of the rank that waited least."""
+    seconds = results[0]["seconds"]
+    ratios = [watched / plain for plain, watched in seconds]
+    return {
+        "pairs": len(seconds),
+        "step_seconds": statistics.median(plain for plain, _ in seconds),
+        "overhead": statistics.median(ratios) - 1,
+        "same_bits": all(r["same_bits"] for r in results),
+        "verdicts": sum((r["verdicts"] for r in results), []),
+    }
+
+
+def step_overhead(*, size: Size = SMALL, tokens: int = 1024, pairs: int = 24) -> dict[str, Any]:
+    """Default settings, without replay; and replay's share from audited steps beside plain ones."""
+    off = summary(on_ranks(_transformer, 2, size, tokens, pairs, {"replay_every": 0}))
+    # every second step is audited: its excess over its neighbours, at one audit in 200 steps
+    audits = on_ranks(_transformer, 2, size, tokens, max(pairs // 3, 4), {"replay_every": 2, "conservation_every": 0})
+    seconds = audits[0]["seconds"]
+    audited, plain = [w / p for p, w in seconds[0::2]], [w / p for p, w in seconds[1::2]]
+    extra = statistics.median(audited) - statistics.median(plain)
+    return {
+        **off, "tokens": tokens, "audit_steps": extra, "overhead_with_replay": off["overhead"] + extra / 200,
+    }  # fmt: skip
+
+
+def curve(*, size: Size = SMALL, tokens: tuple[int, ...] = (256, 512, 2048), pairs: int = 8) -> list[dict[str, Any]]:
+    """Overhead by tokens a step and rank."""
+    return [{"tokens": n, **summary(on_ranks(_transformer, 2, size, n, pairs, {"replay_every": 0}))} for n in tokens]
+
+
+def _stack(width: int, layers: int) -> nn.Module:
+    return nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(layers)))
+
+
+def square_loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    """A scalar that needs every parameter."""
+    return model(batch).square().mean()
+
+
+def _layers(rank: int, ranks: int, layers: int, total: int, pairs: int) -> Any:
+    width = round((total / layers) ** 0.5)
+    batch = torch.randn(16, width, generator=torch.Generator().manual_seed(rank))
+    return paired(rank, ranks, lambda: _stack(width, layers), batch, square_loss, pairs, {"replay_every": 0})
+
+
+def flat(*, counts: tuple[int, ...] = (10, 100, 1000), total: int = 4_000_000, pairs: int = 20) -> list[dict[str, Any]]:
+    """Added seconds a step where the same total size lies in 10, 100 or 1,000 parameters."""
+    rows = []
+    for count in counts:
+        results = on_ranks(_layers, 2, count, total, pairs)
+        added = statistics.median(w - p for p, w in results[0]["seconds"])
+        rows.append({"parameters": count, "added_seconds": added, **summary(results)})
+    return rows
