@@ -66,9 +66,8 @@ def source_digest() -> str:
 
 def machine() -> dict[str, Any]:
     """What the numbers were taken on."""
-    names = [
-        line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line
-    ]
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    names = [line.split(":")[1].strip() for line in lines if "model name" in line]
     return {
         "cpu": names[0] if names else platform.processor(), "cores": len(names), "torch": torch.__version__,
         "python": platform.python_version(),

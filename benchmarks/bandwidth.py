@@ -11,10 +11,18 @@ import torch
 from sdcwatch.fingerprint import fingerprint
 
 
-def _rate(work: Callable[[], object], size: int) -> float:
+def _rate(work: Callable[[torch.Tensor], object], buffer: torch.Tensor) -> float:
     begin = time.perf_counter()
-    work()
-    return size / (time.perf_counter() - begin)
+    work(buffer)
+    return buffer.numel() / (time.perf_counter() - begin)
+
+
+def _hashed(buffer: torch.Tensor) -> int:
+    return fingerprint([buffer])
+
+
+def _summed(buffer: torch.Tensor) -> torch.Tensor:
+    return buffer.view(torch.int64).sum()
 
 
 def bandwidth(*, megabytes: tuple[int, ...] = (64, 256), repeats: int = 9) -> list[dict[str, Any]]:
@@ -26,10 +34,7 @@ def bandwidth(*, megabytes: tuple[int, ...] = (64, 256), repeats: int = 9) -> li
             buffer = torch.randint(256, (size << 20,), dtype=torch.uint8)
             for threads in sorted({1, before}):
                 torch.set_num_threads(threads)
-                ratios = []
-                for _ in range(repeats):
-                    plain = _rate(lambda: buffer.view(torch.int64).sum(), buffer.numel())
-                    ratios.append(_rate(lambda: fingerprint([buffer]), buffer.numel()) / plain)
+                ratios = [1 / _rate(_summed, buffer) * _rate(_hashed, buffer) for _ in range(repeats)]
                 rows.append({"megabytes": size, "threads": threads, "of_sum": statistics.median(ratios)})
     finally:
         torch.set_num_threads(before)
@@ -41,8 +46,6 @@ def growth(*, megabytes: tuple[int, ...] = (4, 16, 64, 256)) -> list[dict[str, A
     rows: list[dict[str, Any]] = []
     for size in megabytes:
         buffer = torch.zeros(size << 20, dtype=torch.uint8)
-        seconds = statistics.median(
-            buffer.numel() / _rate(lambda: fingerprint([buffer]), buffer.numel()) for _ in range(7)
-        )
+        seconds = statistics.median([buffer.numel() / _rate(_hashed, buffer) for _ in range(7)])
         rows.append({"megabytes": size, "times": seconds / rows[0]["seconds"] if rows else 1.0, "seconds": seconds})
     return rows

@@ -30,5 +30,6 @@ def memory(*, size: Size = SMALL) -> dict[str, Any]:
     )
     model = sum(p.nbytes for p in Transformer(size).parameters()) / 2**20
     return {
-        "model_mb": model, "bound_mb": max(model / 100, 64), "off_audit_mb": watched - plain, "audit_mb": audited - plain,
+        "model_mb": model, "bound_mb": max(model / 100, 64), "off_audit_mb": watched - plain,
+        "audit_mb": audited - plain,
     }  # fmt: skip

@@ -91,7 +91,7 @@ def summary(results: list[Any]) -> dict[str, Any]:
         "step_seconds": statistics.median(plain for plain, _ in seconds),
         "overhead": statistics.median(ratios) - 1,
         "same_bits": all(r["same_bits"] for r in results),
-        "verdicts": sum((r["verdicts"] for r in results), []),
+        "verdicts": [kind for r in results for kind in r["verdicts"]],
     }
 
 

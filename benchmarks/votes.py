@@ -52,7 +52,8 @@ def int64_sum(tensors: Sequence[torch.Tensor]) -> bool:
 
 def gather(tensors: Sequence[torch.Tensor]) -> bool:
     """Every weight of every rank, compared."""
-    return all([_all_equal(t.detach()) for t in tensors])
+    answers = [_all_equal(t.detach()) for t in tensors]  # every gather runs on every rank
+    return all(answers)
 
 
 def votes() -> dict[str, Vote]:

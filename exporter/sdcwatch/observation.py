@@ -185,7 +185,7 @@ def unpack(kind: type[R], data: bytes | memoryview) -> R:
     Raises:
         RowError: wrong length, version or CRC.
     """
-    layout = _layout(kind)
+    layout = _LAYOUTS[kind]
     if len(data) != layout.size:
         raise RowError(f"row of {len(data)} bytes, expected {layout.size}")
     version, mask, *values, crc = layout.unpack(data)
@@ -200,7 +200,7 @@ def unpack(kind: type[R], data: bytes | memoryview) -> R:
 
 def unpack_rows(kind: type[R], data: bytes, count: int) -> list[R | RowError]:
     """Reads `count` rows that lie one behind another; a damaged one becomes its `RowError`."""
-    size, view = _layout(kind).size, memoryview(data)
+    size, view = _LAYOUTS[kind].size, memoryview(data)
     rows: list[R | RowError] = []
     for start in range(0, count * size, size):
         try:
@@ -210,12 +210,10 @@ def unpack_rows(kind: type[R], data: bytes, count: int) -> list[R | RowError]:
     return rows
 
 
-@functools.lru_cache(maxsize=8)
-def _layout(kind: Any) -> struct.Struct:
-    return struct.Struct(f"<QQ{_codes(kind)}Q")
-
-
 @functools.lru_cache(maxsize=256)
 def _absent(count: int, mask: int) -> tuple[int, ...]:
     """Positions that a presence mask leaves out; the ranks of a step share one mask or a few."""
     return tuple(position for position in range(count) if not mask >> position & 1)
+
+
+_LAYOUTS: dict[Any, struct.Struct] = {kind: struct.Struct(f"<QQ{_codes(kind)}Q") for kind in (Row, AuditRow)}
