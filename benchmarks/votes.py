@@ -87,7 +87,16 @@ def structured() -> dict[str, Callable[[torch.Tensor], None]]:
         bits(t)[5007] -= 4096
 
     def twins(bit: int) -> Callable[[torch.Tensor], None]:
-        return lambda t: bits(t)[5:9000:4000].bitwise_xor_(1 << bit if bit < 31 else -(1 << 31)) and None
+        def change(t: torch.Tensor) -> None:
+            bits(t)[5:9000:4000].bitwise_xor_(1 << bit if bit < 31 else -(1 << 31))
+
+        return change
+
+    def zeroed(t: torch.Tensor) -> None:
+        t[1000:1064] = 0
+
+    def one_bit(t: torch.Tensor) -> None:
+        bits(t)[77:78].bitwise_xor_(1)
 
     def moved(t: torch.Tensor) -> None:
         block = t[:256].clone()
@@ -97,8 +106,7 @@ def structured() -> dict[str, Callable[[torch.Tensor], None]]:
     return {
         "swapped neighbours": swap(1), "swapped words": swap(4096), "opposite deltas": opposite,
         "twin flips, low bit": twins(3), "twin flips, sign bit": twins(31), "moved block": moved,
-        "zeroed run": lambda t: t[1000:1064].zero_() and None,
-        "one low bit": lambda t: bits(t)[77:78].bitwise_xor_(1) and None,
+        "zeroed run": zeroed, "one low bit": one_bit,
     }  # fmt: skip
 
 
