@@ -17,9 +17,17 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from benchmarks.rank_text import job_text
 
-_RULE = "max by (training_job, rank) (time() - sdc_last_mismatch_timestamp_seconds) < 3600"
+RULES = Path(__file__).resolve().parent.parent / "alert_rules" / "mismatch.rules.yaml"
+
+
+def page_rule() -> str:
+    """The expression of SDCReplicaMismatch, as it ships."""
+    groups = yaml.safe_load(RULES.read_text())["groups"]
+    return next(r["expr"] for g in groups for r in g["rules"] if r.get("alert") == "SDCReplicaMismatch")
 
 
 def fleet(*, agents: int = 2048, repeats: int = 7) -> dict[str, Any]:
@@ -72,7 +80,7 @@ def _asked(folder: str, repeats: int, at: int) -> list[float]:
                 if time.monotonic() > deadline:
                     raise
                 time.sleep(0.2)
-        query = urllib.parse.urlencode({"query": _RULE, "time": at})
+        query = urllib.parse.urlencode({"query": page_rule(), "time": at})
         seconds = []
         for _ in range(repeats):
             begin = time.perf_counter()
