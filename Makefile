@@ -23,7 +23,8 @@ export PATH := $(CURDIR)/.tools/bin:$(CURDIR)/.venv/bin:$(PATH)
 export PYTHON3 TORCH_VERSION TORCH_INDEX
 CODE := exporter remediation tests $(wildcard alert_rules demo dashboards benchmarks)
 
-.PHONY: help setup bench setup-integrations campaign-alerts campaign-heal mutants demo dashboards-preview test test-integrations lint types imports unit format lock clean distclean
+.PHONY: help setup bench setup-integrations campaign-alerts campaign-heal campaign-remediation mutants demo dashboards-preview test test-integrations lint types imports unit format lock clean distclean
+
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-19s %s\n", $$1, $$2}'
@@ -80,6 +81,9 @@ bench: setup ## what it costs, side by side with its peers: benchmarks/out/bench
 	@test -d benchmarks/out/peers || $(PYTHON) -m pip install -q --no-deps --target benchmarks/out/peers sdcguard==0.4.0 \
 		|| echo "[bench] sdcguard cannot be had: it is left out of the comparison"
 	@PYTHONPATH=$(CURDIR):$(CURDIR)/benchmarks/out/peers $(PYTHON) -m benchmarks $(BENCH_ARGS)
+
+campaign-remediation: setup ## a thousand random schedules of the service: is anything replaced twice, or wrongly? (CAMPAIGN_ARGS='--seed 7')
+	@$(PYTHON) tests/remediation/campaign.py $(CAMPAIGN_ARGS)
 
 format: setup ## let ruff rewrite the code
 	@$(PYTHON) -m ruff check --fix $(CODE)

@@ -72,4 +72,11 @@ SCRIPT
 else
     give_up Chromium chromium
 fi
+# initdb and postgres are found on PATH, in Debian's own folder or in .tools/postgresql; without them the service is tested on SQLite.
+have initdb || compgen -G "/usr/lib/postgresql/*/bin/initdb" >/dev/null || [ -x .tools/postgresql/bin/initdb ] || if unpack postgresql.deb postgresql; then
+    ln -sfn "$(cd .tools && echo postgresql.deb/usr/lib/postgresql/*)" .tools/postgresql
+    say "postgresql is ready"
+else
+    give_up PostgreSQL postgresql
+fi
 rm -rf "$APT"

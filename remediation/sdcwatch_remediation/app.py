@@ -71,7 +71,7 @@ def _add_alerts(app: FastAPI, service: Service) -> None:
         try:
             _authorize(service, request, "alerts")
             body = await _body(service, request)
-            results = await run_in_threadpool(_receive, service, body)
+            results = await run_in_threadpool(receive, service, body)
         except Refused as error:
             service.telemetry.count("sdc_remediation_deliveries_total", str(error.status))
             raise
@@ -85,7 +85,8 @@ def _add_alerts(app: FastAPI, service: Service) -> None:
         return JSONResponse({"schema": 1, "alerts": results})
 
 
-def _receive(service: Service, body: bytes) -> list[dict[str, Any]]:
+def receive(service: Service, body: bytes) -> list[dict[str, Any]]:
+    """Commit one delivery and return what became of each alert; what `POST /v1/alerts` does once it is admitted."""
     try:
         alerts = alertmanager.parse(body)
     except NotAlertmanager as error:
@@ -169,6 +170,15 @@ def _add_decisions(app: FastAPI, service: Service) -> None:
         found = _find(service, case_id)
         return service.ledger.reject(found, by=who.by, reason=who.reason).public()
 
+    def cancel(case_id: str, who: Person) -> dict[str, Any]:
+        return service.ledger.cancel(_find(service, case_id), by=who.by, reason=who.reason).public()
+
+    def hold(case_id: str, who: Person) -> dict[str, Any]:
+        return service.ledger.hold(_find(service, case_id), by=who.by, reason=who.reason).public()
+
+    def unhold(case_id: str, who: Person) -> dict[str, Any]:
+        return service.ledger.unhold(_find(service, case_id), by=who.by).public()
+
     def pause(_: str, who: Person) -> dict[str, Any]:
         service.ledger.pause(by=who.by, reason=who.reason)
         return {"paused": True}
@@ -179,6 +189,9 @@ def _add_decisions(app: FastAPI, service: Service) -> None:
 
     decision("/v1/cases/{case_id}/approve", "approve", Approval, approve)
     decision("/v1/cases/{case_id}/reject", "approve", Person, reject)
+    decision("/v1/cases/{case_id}/cancel", "approve", Person, cancel)
+    decision("/v1/cases/{case_id}/hold", "approve", Person, hold)
+    decision("/v1/cases/{case_id}/unhold", "approve", Person, unhold)
     decision("/v1/pause", "admin", Person, pause)
     decision("/v1/resume", "admin", Person, resume)
 

@@ -56,6 +56,8 @@ class Case:
     """Canonical JSON of what the service would do, or was allowed to do."""
     before: str
     """The inventory at the time of the proof, as JSON."""
+    held_by: str
+    """Who holds the case, and why; nothing is done about it meanwhile. Empty: nobody."""
 
     @property
     def request_sha256(self) -> str:
@@ -73,6 +75,7 @@ class Case:
             return None
         tree = json.loads(self.before)
         tree["members"] = tuple(Member(**member) for member in tree["members"])
+        tree["short_groups"] = tuple(tree.get("short_groups", ()))
         return Inventory(**tree)
 
     def public(self) -> dict[str, Any]:

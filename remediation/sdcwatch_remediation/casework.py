@@ -12,7 +12,8 @@ from typing import Any
 
 from sdcwatch_remediation.cases import Case, inventory_json
 from sdcwatch_remediation.context import Context, event_key, find, gates_json
-from sdcwatch_remediation.policy import Answer, Decision, Facts, PastEvent, gpus
+from sdcwatch_remediation.facts import Answer, Decision, Facts, PastEvent
+from sdcwatch_remediation.policy import gpus
 from sdcwatch_remediation.records import Inventory
 
 
@@ -143,6 +144,10 @@ def _proven(ctx: Context, case: Case, decision: Decision, facts: Facts, inventor
         "gates": gates_json(decision),
     }
     case = ctx.store.set(case, step="proven", detail=detail, **changes)
+    seen = {rank.gpu_uuid: rank.instance for rank in event.ranks}
+    for gpu in ctx.ledger.returned_gpus(case.cluster, seen):
+        ctx.telemetry.count("sdc_remediation_returned_gpus_total")
+        ctx.store.note(case.id, "returned_hardware", {"gpu": gpu, "instance": seen[gpu]})
     return ctx.store.move(case, "settling", reason=facts.proof_reason)
 
 

@@ -50,5 +50,6 @@ CATALOG: tuple[Metric, ...] = (
         ("where",),
         "Unexpected errors (case, round); traces not sent.",
     ),
+    Metric("sdc_remediation_returned_gpus_total", "counter", (), "GPUs seen again after their instance was replaced."),
     Metric("sdc_remediation_last_round_timestamp_seconds", "gauge", (), "When the worker last ended a round."),
 )

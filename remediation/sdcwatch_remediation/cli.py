@@ -56,6 +56,7 @@ def _parser() -> argparse.ArgumentParser:
 
     init = command("init", "write a commented default configuration", _init)
     init.add_argument("--force", action="store_true", help="overwrite a file that exists")
+    command("migrate", "make the database, or take an older one to this version's schema", _migrate)
     serve = command("serve", "run the service", _serve)
     serve.add_argument("--check", action="store_true", help="only check the configuration")
     for name, text, run in (
@@ -102,6 +103,16 @@ def _init(arguments: argparse.Namespace) -> int:
     except OSError as error:
         raise ConfigError(f"{arguments.config} cannot be written: {error.strerror}") from error
     print(f"wrote {arguments.config}; set cluster.name and the token files, then `serve --config {arguments.config}`")
+    return 0
+
+
+def _migrate(arguments: argparse.Namespace) -> int:
+    settings = load(arguments.config).database
+    from sdcwatch_remediation.database import Database
+
+    database = Database(settings.url, migrates=True, new_id=settings.id)
+    print(f"the database {database.id} has this version's schema" + (" and is new" if database.created else ""))
+    database.close()
     return 0
 
 

@@ -21,7 +21,7 @@ import tomllib
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError
 
-from sdcwatch_remediation import preflight
+from sdcwatch_remediation import preflight, windows
 from sdcwatch_remediation.errors import ConfigError
 from sdcwatch_remediation.settings import ACTIONS, MODES, Config, GroupModes
 
@@ -94,6 +94,11 @@ def _problems(config: Config) -> Iterator[str]:
         yield "actions.replace is 'slurm', which fails only nodes that were drained: set actions.isolate = 'slurm' too"
     if forbidden := set(config.policy.groups) & set(config.policy.forbidden_groups):
         yield f"policy.groups and policy.forbidden_groups both hold {sorted(forbidden)}; remove it from one"
+    for window in config.policy.windows:
+        try:
+            windows.parse(window)
+        except ValueError as error:
+            yield f"policy.windows: {error}"
     if config.policy.group_share > 1:
         yield f"policy.group_share is a share and must be at most 1, not {config.policy.group_share}"
     endpoint = config.cluster.endpoint_url

@@ -7,7 +7,9 @@ Its place: `casework` and `actions/*` receive one `Context` each round.
 
 from __future__ import annotations
 
+import ipaddress
 import os
+import socket
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -17,10 +19,12 @@ from sdcwatch_remediation.agents import AgentClient, latch_body
 from sdcwatch_remediation.cases import Case
 from sdcwatch_remediation.errors import RemediationError
 from sdcwatch_remediation.evidence import canonical_json
+from sdcwatch_remediation.facts import Decision, Facts, OtherCase
+from sdcwatch_remediation.lease import Lease
 from sdcwatch_remediation.ledger import Ledger
-from sdcwatch_remediation.policy import Decision, Facts, OtherCase, decide
+from sdcwatch_remediation.policy import decide, gpus
 from sdcwatch_remediation.proof import ProvenEvent, judge
-from sdcwatch_remediation.records import Inventory, Member, Provider
+from sdcwatch_remediation.records import Inventory, Member, NodeView, Orchestrator, Provider
 from sdcwatch_remediation.settings import Config
 from sdcwatch_remediation.store import Store
 from sdcwatch_remediation.telemetry import Telemetry
@@ -37,13 +41,16 @@ class Context:
 
     config: Config
     store: Store
+    """Fenced by `lease`, as is `ledger`."""
     ledger: Ledger
+    lease: Lease
     provider: Provider
     agents: AgentClient
     telemetry: Telemetry
     clock: Callable[[], float]
     schedulers: tuple[Scheduler, ...] = ()
     """Who is told to keep work off a quarantined node, besides its own agent."""
+    orchestrator: Orchestrator | None = None
 
     def inventory(self) -> Inventory | None:
         """Read the live inventory, or return None when it cannot be read whole."""
@@ -61,6 +68,15 @@ class Context:
         if paused:
             return f"paused by {paused['by']}: {paused['reason']}"
         return kill_switch(self.config.kill_switch.file)
+
+    def look(self, case: Case, member: Member | None) -> NodeView | None:
+        """Ask the orchestrator about a node; None where there is none, or it does not answer."""
+        if self.orchestrator is None or member is None:
+            return None
+        try:
+            return self.orchestrator.look(member, case.job, case.id)
+        except RemediationError:
+            return None
 
     def proof(self, case: Case) -> tuple[tuple[ProvenEvent, ...], str]:
         """Judge all kept copies of a case; events that an earlier case dealt with do not count again."""
@@ -98,7 +114,16 @@ class Context:
             failed_again=event is not None and self.ledger.failed_again(case, key, event.job),
             usage=self.ledger.usage(case.cluster, member.group if member else case.group_name, besides=case.id),
             stop=self.stop(),
+            held=case.held_by,
             decided=case.state not in _BEFORE_DECIDED,
+            approved=case.approved,
+            here=here(self.config.cluster.own_node, member),
+            short_groups=inventory.short_groups if inventory else (),
+            node=self.look(case, member) if action == "replace" else None,
+            lately=self.store.proven_lately(case),
+            returned_gpus=self.ledger.returned_gpus(
+                case.cluster, dict.fromkeys(gpus(event, case.instance_id) if event else (), case.instance_id)
+            ),
         )
         decision = decide(action, facts, self.config.policy)
         self.telemetry.decided(decision)
@@ -151,6 +176,23 @@ def find(inventory: Inventory | None, instance_id: str) -> Member | None:
     """Return the member with an instance id, or None."""
     members = inventory.members if inventory else ()
     return next((member for member in members if member.instance_id == instance_id), None)
+
+
+def here(own_node: str, member: Member | None) -> frozenset[str]:
+    """Return names and addresses of the machine that this service runs on, as far as one member could be it."""
+    host = socket.gethostname()
+    found = {own_node, host, host.partition(".")[0]}
+    try:
+        address = ipaddress.ip_address(member.address) if member is not None else None
+        # A datagram socket that is connected sends nothing; it only says from which of our addresses it would.
+        if address is not None and not address.is_loopback:
+            family = socket.AF_INET6 if address.version == 6 else socket.AF_INET
+            with socket.socket(family, socket.SOCK_DGRAM) as probe:
+                probe.connect((str(address), 9))
+                found.add(str(probe.getsockname()[0]))
+    except (OSError, ValueError):
+        pass  # no road to that address, so it is not ours
+    return frozenset(found - {""})
 
 
 def kill_switch(path: str) -> str:

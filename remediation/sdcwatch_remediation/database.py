@@ -1,7 +1,7 @@
 """Open the database: engine, pragmas, transactions, schema version and database id.
 
 What it does: SQLite with WAL and synchronous=FULL, writes that begin IMMEDIATE, errors turned into `StoreUnavailable`;
-any other URL as SQLAlchemy knows it, with serializable transactions. Holds a lock file beside a SQLite database, so
+PostgreSQL with writers in single file (an advisory lock). Holds a lock file beside a SQLite database, so
 that a second service on the same file is refused at start.
 What it never does: know what a case is.
 Its place: under `store`.
@@ -16,24 +16,43 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from sqlalchemy import URL, Connection, Engine, create_engine, event, insert, select
+from sqlalchemy import URL, Connection, Engine, create_engine, event, select
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError, DBAPIError, IntegrityError, SQLAlchemyError
 
-from sdcwatch_remediation import schema
+from sdcwatch_remediation import migrate, schema
 from sdcwatch_remediation.errors import ConfigError, StoreUnavailable
+
+WRITERS = 0x5DC0_3A7C
+"""Key of the advisory lock that PostgreSQL's writers take in turn; any fixed number of our own will do."""
+
+_REFUSED = {
+    "older": "the database has the older schema {version}; make a backup, then run `sdcwatch-remediation migrate`",
+    "newer": "the database has schema {version}, which this version does not know; use the version that wrote it",
+    "foreign": "the database holds other tables than ours {version}; name another database.url",
+}
 
 
 class Database:
     """One open database; thread-safe."""
 
-    def __init__(self, url: str, *, busy_timeout_seconds: float = 5.0, exclusive: bool = True) -> None:
+    def __init__(
+        self,
+        url: str,
+        *,
+        busy_timeout_seconds: float = 5.0,
+        exclusive: bool = True,
+        migrates: bool = False,
+        new_id: str = "",
+    ) -> None:
         """Open (and create, where empty) the database.
 
         Args:
             url: SQLAlchemy URL.
-            busy_timeout_seconds: how long a SQLite write waits for a lock.
+            busy_timeout_seconds: how long a write waits for its turn.
             exclusive: take the lock that keeps a second service off a SQLite file.
+            migrates: take an older schema to the present one.
+            new_id: the id that an empty database is given; empty: a random one.
 
         Raises:
             ConfigError: the URL cannot be used, another service holds the file, or its schema is another version.
@@ -44,51 +63,65 @@ class Database:
         except (ArgumentError, ValueError) as error:
             raise ConfigError(f"database.url is not a SQLAlchemy URL: {error}") from error
         self._sqlite = parsed.get_backend_name() == "sqlite"
+        self._postgresql = parsed.get_backend_name() == "postgresql"
         self._lock = _lock(parsed.database) if self._sqlite and exclusive and parsed.database else None
+        self.exclusive = self._lock is not None
+        """Whether no other process can have this database open."""
+        self.created = False
+        """Whether it was empty until now."""
+        self._busy_milliseconds = max(1, int(busy_timeout_seconds * 1000))
         try:
             self.engine = self._open(parsed, busy_timeout_seconds)
-            self._reader = self.engine.execution_options(reads_only=True)
-            self.id = self._prepare()
+            self._reader = self.engine.execution_options(
+                **({"reads_only": True} if self._sqlite else {"isolation_level": "REPEATABLE READ"})
+            )
+            self.id = self._prepare(migrates, new_id)
         except (ArgumentError, ImportError, TypeError, ValueError) as error:
             # Unknown databases, missing drivers, and parameters in the URL that the driver does not take.
             self._unlock()
             raise ConfigError(f"database.url cannot be used: {error.__class__.__name__}: {error}") from error
+        except BaseException:
+            self._unlock()
+            if opened := getattr(self, "engine", None):
+                opened.dispose()
+            raise
 
     def _open(self, url: URL, busy_timeout_seconds: float) -> Engine:
         if not self._sqlite:
-            return create_engine(url, isolation_level="SERIALIZABLE", pool_pre_ping=True)
+            return create_engine(url, isolation_level="READ COMMITTED", pool_pre_ping=True, pool_size=20)
         arguments = {"timeout": busy_timeout_seconds, "check_same_thread": False}
         engine = create_engine(url, connect_args=arguments)
         event.listen(engine, "connect", _on_sqlite_connect)
         event.listen(engine, "begin", _on_sqlite_begin)
         return engine
 
-    def _prepare(self) -> str:
+    def _prepare(self, migrates: bool, new_id: str) -> str:
         with self.write() as connection:
-            schema.metadata.create_all(connection)
-            if self._sqlite:
-                for statement in schema.SQLITE_APPEND_ONLY:
-                    connection.exec_driver_sql(statement)
-            found: dict[str, str] = {row.key: row.value for row in connection.execute(select(schema.meta))}
-            if not found:
-                found = {"schema": str(schema.SCHEMA_VERSION), "id": uuid.uuid4().hex}
-                connection.execute(insert(schema.meta), [{"key": k, "value": v} for k, v in found.items()])
-        if found.get("schema") != str(schema.SCHEMA_VERSION):
-            raise ConfigError(
-                f"the database has schema {found.get('schema')}, this version needs {schema.SCHEMA_VERSION}; "
-                "use the version that wrote it, or another database.url"
-            )
-        return found["id"]
+            standing, version = migrate.state(connection)
+            if standing == "older" and migrates:
+                migrate.upgrade(connection, version)
+                standing = "current"
+            if standing == "empty":
+                migrate.create(connection, new_id or uuid.uuid4().hex)
+                self.created = True
+            elif standing != "current":
+                raise ConfigError(_REFUSED[standing].format(version=version))
+            return str(connection.execute(select(schema.meta.c.value).where(schema.meta.c.key == "id")).scalar())
 
     @contextmanager
     def write(self) -> Iterator[Connection]:
-        """Open one write transaction; it commits at the end of the block.
+        """Open one write transaction, alone among all processes; it commits at the end of the block.
 
         Raises:
             StoreUnavailable: the database could not take it; nothing was written.
             IntegrityError: a unique index refused it; nothing was written.
         """
         with _translated(), self.engine.begin() as connection:
+            if self._postgresql:
+                # One writer at a time, as with SQLite's BEGIN IMMEDIATE: whoever has the lock sees all that was
+                # committed before, so nothing has to be retried for a conflict.
+                connection.exec_driver_sql(f"SET LOCAL lock_timeout = {self._busy_milliseconds}")
+                connection.exec_driver_sql(f"SELECT pg_advisory_xact_lock({WRITERS})")
             yield connection
 
     @contextmanager

@@ -27,6 +27,8 @@ class RankIdentity:
     instance: str
     gpu_uuid: str
     cluster: str
+    environment: str
+    """Hash of the rank's software and settings; empty where it is not told."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +133,7 @@ def _rank(item: Any) -> RankIdentity:
         instance=_text(item, "instance"),
         gpu_uuid=_text(item, "gpu_uuid"),
         cluster=_text(item, "cluster"),
+        environment=_text(item, "environment"),
     )
 
 

@@ -10,7 +10,7 @@ Its place: beside `store`, on the same database.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ from sdcwatch_remediation import schema
 from sdcwatch_remediation.cases import Case, from_row
 from sdcwatch_remediation.errors import Conflict
 from sdcwatch_remediation.evidence import canonical_json
-from sdcwatch_remediation.policy import PastEvent, Usage
+from sdcwatch_remediation.facts import PastEvent, Usage
 from sdcwatch_remediation.records import ReplaceResult
 from sdcwatch_remediation.store import GONE, AuditLine, Store, is_retired
 
@@ -68,15 +68,17 @@ class Ledger:
         lines: list[AuditLine] = []
         now, text = self._store.clock(), canonical_json(request)
         try:
-            with self._database.write() as connection:
+            with self._store.write() as connection:
                 policy = self._store.policy
+                if paused := _pause_in(connection):
+                    raise Conflict(f"paused by {paused['by']}: {paused['reason']}")
                 usage = self._usage(connection, case.cluster, case.group_name, case.id)
                 if usage.in_flight >= policy.concurrent or usage.last_day >= policy.per_day:
                     raise Conflict("a budget was used up meanwhile")
                 table = schema.cases
-                still = update(table).where(table.c.id == case.id, table.c.state == "replacing")
+                still = update(table).where(table.c.id == case.id, table.c.state == "replacing", table.c.held_by == "")
                 if connection.execute(still.values(before=before)).rowcount != 1:
-                    raise Conflict(f"{case.id} is not replacing any more")
+                    raise Conflict(f"{case.id} is held, or not replacing any more")
                 key = connection.execute(
                     insert(schema.intents).values(
                         case_id=case.id,
@@ -102,7 +104,8 @@ class Ledger:
         """Write down what one attempt came to."""
         lines: list[AuditLine] = []
         now = self._store.clock()
-        with self._database.write() as connection:
+        # Not fenced: only the process that made the call knows its answer, whoever holds the lease by now.
+        with self._store.write(fenced=False) as connection:
             connection.execute(
                 update(schema.intents)
                 .where(schema.intents.c.id == intent.id)
@@ -132,7 +135,7 @@ class Ledger:
             Conflict: a live intent stands (only the inventory can settle it), or the case has moved meanwhile.
         """
         lines: list[AuditLine] = []
-        with self._database.write() as connection:
+        with self._store.write() as connection:
             moved = self._store.move_in(connection, lines, case, to, reason=reason, **changes)
             self._nothing_asked(connection, case)
         self._store.publish(lines)
@@ -171,6 +174,12 @@ class Ledger:
         )
         rows = connection.execute(live).all()
         since = self._store.clock() - DAY_SECONDS
+        graves = schema.tombstones
+        newest = (
+            select(func.max(graves.c.at))
+            .join(intents, (intents.c.case_id == graves.c.case_id) & _live())
+            .where(graves.c.cluster == cluster)
+        )
         # A case that gave up does not call its request back: it may still take an instance away.
         flying = [
             row
@@ -182,6 +191,7 @@ class Ledger:
             in_flight=len(flying),
             in_flight_in_group=sum(row.group_name == group for row in flying),
             last_day=sum(row.reserved_at > since for row in rows),
+            last_proven_at=float(connection.execute(newest).scalar() or 0.0),
         )
 
     def retired(self, cluster: str, instance_id: str) -> bool:
@@ -200,7 +210,7 @@ class Ledger:
     def suspect(self, case: Case, events: Iterable[PastEvent]) -> None:
         """Remember transient faults of one instance."""
         table = schema.suspicions
-        with self._database.write() as connection:
+        with self._store.write() as connection:
             for event in events:
                 key = {"cluster": case.cluster, "gpu_uuid": event.gpu_uuid, "event_id": event.event_id}
                 connection.execute(delete(table).filter_by(**key))
@@ -240,10 +250,23 @@ class Ledger:
         with self._database.read() as connection:
             return float(connection.execute(query).scalar() or 0.0)
 
+    def returned_gpus(self, cluster: str, gpus: Mapping[str, str]) -> tuple[str, ...]:
+        """Return those GPUs that left the cluster with a replaced instance and are back in another one.
+
+        Args:
+            cluster: the cluster's name.
+            gpus: instance id by GPU UUID, as an event tells it.
+        """
+        table = schema.retired_gpus
+        query = select(table.c.gpu_uuid, table.c.instance_id).where(table.c.cluster == cluster)
+        with self._database.read() as connection:
+            left = connection.execute(query.where(table.c.gpu_uuid.in_(sorted(gpus)))).all()
+        return tuple(sorted(row.gpu_uuid for row in left if row.instance_id != gpus[row.gpu_uuid]))
+
     def entomb(self, case: Case, replacement: str) -> None:
-        """Write the tombstone of a case's instance; once is enough."""
+        """Write the tombstone of a case's instance and list the GPU that its event blamed; once is enough."""
         table = schema.tombstones
-        with self._database.write() as connection:
+        with self._store.write() as connection:
             if not is_retired(connection, case.cluster, case.instance_id):
                 connection.execute(
                     insert(table).values(
@@ -251,6 +274,19 @@ class Ledger:
                         instance_id=case.instance_id,
                         case_id=case.id,
                         replacement=replacement,
+                        at=self._store.clock(),
+                    )
+                )
+            listed = schema.retired_gpus
+            if case.event_id:
+                same = (listed.c.cluster == case.cluster, listed.c.gpu_uuid == case.gpu_uuid)
+                connection.execute(delete(listed).where(*same))
+                connection.execute(
+                    insert(listed).values(
+                        cluster=case.cluster,
+                        gpu_uuid=case.gpu_uuid,
+                        instance_id=case.instance_id,
+                        case_id=case.id,
                         at=self._store.clock(),
                     )
                 )
@@ -281,7 +317,7 @@ class Ledger:
 
     def _decide(self, case: Case, to: str, by: str, decision: str, *, reason: str = "", **changes: Any) -> Case:
         lines: list[AuditLine] = []
-        with self._database.write() as connection:
+        with self._store.write() as connection:
             moved = self._store.move_in(
                 connection, lines, case, to, reason=reason or f"{decision} by {by}", detail={"by": by}, **changes
             )
@@ -299,28 +335,70 @@ class Ledger:
         self._store.publish(lines)
         return moved
 
+    def cancel(self, case: Case, *, by: str, reason: str) -> Case:
+        """End a case where it stands: nothing more is done, a quarantine and a latch stay for a person to release.
+
+        Raises:
+            Conflict: the case is over, or its replacement has been asked for already.
+        """
+        return self._decide(case, "cancelled", by, "cancelled", reason=reason)
+
+    def hold(self, case: Case, *, by: str, reason: str) -> Case:
+        """Keep the service from acting on one case until `unhold`; its deadlines go on.
+
+        Raises:
+            Conflict: the case is over.
+        """
+        return self._hold(case, f"{by}: {reason}", "held_by_person", {"by": by, "reason": reason})
+
+    def unhold(self, case: Case, *, by: str) -> Case:
+        """End the hold of a case.
+
+        Raises:
+            Conflict: the case is over.
+        """
+        return self._hold(case, "", "hold_ended", {"by": by})
+
+    def _hold(self, case: Case, value: str, step: str, detail: dict[str, Any]) -> Case:
+        lines: list[AuditLine] = []
+        table = schema.cases
+        with self._store.write() as connection:
+            still = update(table).where(table.c.id == case.id, table.c.closed_at.is_(None))
+            if connection.execute(still.values(held_by=value, next_at=self._store.clock())).rowcount != 1:
+                raise Conflict(f"{case.id} is over: there is nothing to hold")
+            self._store.audit_in(connection, lines, case.id, step, detail, self._store.clock())
+            row = connection.execute(select(table).where(table.c.id == case.id)).mappings().one()
+        self._store.publish(lines)
+        return from_row(row)
+
     def pause(self, *, by: str, reason: str) -> None:
         """Stop every action at its next step, until `resume`."""
-        self._set_pause(canonical_json({"by": by, "reason": reason, "time": self._store.clock()}))
-        self._store.note("", "paused", {"by": by, "reason": reason})
+        value = canonical_json({"by": by, "reason": reason, "time": self._store.clock()})
+        self._set_pause(value, "paused", {"by": by, "reason": reason})
 
     def resume(self, *, by: str) -> None:
         """End the pause; what expired meanwhile stays expired."""
-        self._set_pause("")
-        self._store.note("", "resumed", {"by": by})
+        self._set_pause("", "resumed", {"by": by})
 
-    def _set_pause(self, value: str) -> None:
+    def _set_pause(self, value: str, step: str, detail: dict[str, Any]) -> None:
         table = schema.meta
-        with self._database.write() as connection:
+        lines: list[AuditLine] = []
+        with self._store.write() as connection:
             connection.execute(delete(table).where(table.c.key == "paused"))
             if value:
                 connection.execute(insert(table).values(key="paused", value=value))
+            self._store.audit_in(connection, lines, "", step, detail, self._store.clock())
+        self._store.publish(lines)
 
     def paused(self) -> dict[str, Any] | None:
         """Return who paused the service, why and when, or None."""
         with self._database.read() as connection:
-            value = connection.execute(select(schema.meta.c.value).where(schema.meta.c.key == "paused")).scalar()
-        return dict(json.loads(value)) if value else None
+            return _pause_in(connection)
+
+
+def _pause_in(connection: Connection) -> dict[str, Any] | None:
+    value = connection.execute(select(schema.meta.c.value).where(schema.meta.c.key == "paused")).scalar()
+    return dict(json.loads(value)) if value else None
 
 
 def _live() -> ColumnElement[bool]:

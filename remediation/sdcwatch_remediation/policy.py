@@ -1,17 +1,17 @@
 """Every rule about touching a node, on one page; pure.
 
 What it does: `decide` asks every gate, records each one's reason, and lets the first gate that fails say what happens.
-What it never does: read a clock, a file, the database or the network. All it knows stands in `Facts`.
+What it never does: read a clock, a file, the database or the network. All it knows stands in `facts.Facts`.
 Its place: `casework` and `actions/*` call it before every step that leads to an outside action, with facts read afresh.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from enum import Enum
+from collections import Counter
 
+from sdcwatch_remediation import windows
 from sdcwatch_remediation.evidence import Event
-from sdcwatch_remediation.proof import ProvenEvent
+from sdcwatch_remediation.facts import Answer, Decision, Facts, Gate
 from sdcwatch_remediation.records import Member
 from sdcwatch_remediation.settings import Policy
 
@@ -19,123 +19,23 @@ FUTURE_SECONDS = 120.0
 """An event further ahead than this is not judged until its time has come."""
 
 
-class Answer(str, Enum):
-    """What a decision says."""
-
-    GO = "go"
-    WAIT = "wait"
-    """No proof yet: go on asking."""
-    HOLD = "hold"
-    """Proven, but not now: ask again."""
-    SUSPECT = "suspect"
-    REFUSE = "refuse"
-    FREEZE = "freeze"
-    EXPIRE = "expire"
-
-
-@dataclass(frozen=True, slots=True)
-class Gate:
-    """One rule, how it went and why."""
-
-    name: str
-    passed: bool
-    reason: str
-    otherwise: Answer
-    """What the decision says when this is the first gate that fails."""
-
-
-@dataclass(frozen=True, slots=True)
-class Usage:
-    """How much of the budgets is used; in-flight and recent replacements count, also across restarts."""
-
-    in_flight: int
-    in_flight_in_group: int
-    last_day: int
-
-
-@dataclass(frozen=True, slots=True)
-class OtherCase:
-    """Another open case, as far as this decision needs it."""
-
-    id: str
-    job: str
-    proven: bool
-    opened_at: float
-
-
-@dataclass(frozen=True, slots=True)
-class PastEvent:
-    """A first transient fault remembered for `suspected_days`."""
-
-    event_id: str
-    epoch: str
-    step: int
-    gpu_uuid: str
-
-
-@dataclass(frozen=True, slots=True)
-class Facts:
-    """Everything a decision may depend on; times are unix seconds."""
-
-    now: float
-    cluster: str
-    instance_id: str
-    node_name: str
-    """As the doorbell and the event gave it."""
-    opened_at: float
-    events: tuple[ProvenEvent, ...]
-    proof_reason: str
-    past: tuple[PastEvent, ...]
-    members: tuple[Member, ...] | None
-    """The live inventory, or None when it could not be read."""
-    retired: bool
-    """Whether a tombstone says that this instance id was replaced."""
-    others: tuple[OtherCase, ...]
-    failed_again: bool
-    """Whether an earlier, replaced case of this job failed at the same step and check."""
-    usage: Usage
-    stop: str
-    """Why nothing may be done now (pause, kill switch); empty when nothing stops it."""
-    decided: bool
-    """Whether the case has been decided already; from then on its states' deadlines, not the event's age, expire it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Decision:
-    """The answer with all its reasons."""
-
-    action: str
-    answer: Answer
-    mode: str
-    """`observe`, `recommend`, `approve` or `auto`, of this action in the member's group."""
-    gates: tuple[Gate, ...]
-
-    @property
-    def reason(self) -> str:
-        """The reason of the first gate that failed, or that all passed."""
-        return next((f"{gate.name}: {gate.reason}" for gate in self.gates if not gate.passed), "all gates passed")
-
-
 def decide(action: str, facts: Facts, policy: Policy) -> Decision:
     """Decide about one action (`quarantine` or `replace`) on one instance."""
     member = _the_member(facts)
     gates = [*_identity(facts, policy, member)]
     if facts.events:
-        gates += _breaker(facts)
+        gates += _breaker(facts, policy)
         gates += _timing(facts, policy)
         gates.append(_confirmed(facts, policy))
     if member is not None:
-        gates.append(
-            Gate(
-                "provider_idle",
-                member.status == "Running",
-                f"the instance is {member.status}" + ("" if member.status == "Running" else ": left to its provider"),
-                Answer.HOLD,
-            )
-        )
+        gates += _left_to_others(facts, member)
         if action == "replace":
             gates += _budgets(facts, policy, member)
-    gates.append(Gate("not_stopped", not facts.stop, facts.stop or "no pause, no kill switch", Answer.HOLD))
+            gates += _asked(facts, policy, member)
+    gates += [
+        Gate("not_held", not facts.held, facts.held or "nobody holds it", Answer.HOLD),
+        Gate("not_stopped", not facts.stop, facts.stop or "no pause, no kill switch", Answer.HOLD),
+    ]
     answer = next((gate.otherwise for gate in gates if not gate.passed), Answer.GO)
     return Decision(action, answer, policy.mode_of(action, member.group if member else ""), tuple(gates))
 
@@ -166,6 +66,7 @@ def _identity(facts: Facts, policy: Policy, member: Member | None) -> list[Gate]
     gates += [
         Gate("node_matches", member.node_name == facts.node_name, f"inventory: {member.node_name}", Answer.REFUSE),
         Gate("not_forbidden", member.group not in policy.forbidden_groups, f"group {member.group}", Answer.REFUSE),
+        _not_here(facts, member),
         Gate("proven", bool(facts.events), facts.proof_reason, Answer.WAIT),
     ]
     if facts.events:
@@ -187,11 +88,19 @@ def _identity(facts: Facts, policy: Policy, member: Member | None) -> list[Gate]
     return gates
 
 
-def _breaker(facts: Facts) -> list[Gate]:
+def _not_here(facts: Facts, member: Member) -> Gate:
+    ours = {member.node_name, member.address, member.instance_id} & facts.here
+    reason = f"the service itself runs on {', '.join(sorted(ours))}" if ours else "the service runs elsewhere"
+    return Gate("not_my_node", not ours, reason, Answer.REFUSE)
+
+
+def _breaker(facts: Facts, policy: Policy) -> list[Gate]:
     event = facts.events[0].event
+    lately = {*facts.lately, facts.instance_id}
     suspects = {rank.instance for rank in event.suspect_ranks()}
     same_job = [other.id for other in facts.others if other.proven and other.job == event.job]
     return [
+        _same_environment(facts, event),
         Gate("one_suspect", len(suspects) == 1, f"the event names {len(suspects)} instance(s)", Answer.FREEZE),
         Gate(
             "one_case_in_job", not same_job, f"open cases of this job: {', '.join(same_job) or 'none'}", Answer.FREEZE
@@ -202,7 +111,23 @@ def _breaker(facts: Facts) -> list[Gate]:
             "the same step failed on hardware replaced before" if facts.failed_again else "not failed before",
             Answer.FREEZE,
         ),
+        Gate(
+            "breaker",
+            len(lately) < policy.breaker_instances,
+            f"{len(lately)} instance(s) with proven events in {policy.breaker_seconds:.0f} s; "
+            f"{policy.breaker_instances} look like a bad detector or build",
+            Answer.FREEZE,
+        ),
     ]
+
+
+def _same_environment(facts: Facts, event: Event) -> Gate:
+    own = {rank.environment for rank in event.suspect_ranks() if rank.instance == facts.instance_id}
+    others = Counter(rank.environment for rank in event.ranks if rank.instance != facts.instance_id)
+    usual = others.most_common(1)[0][0] if others else ""
+    same = own == {usual}
+    reason = "software and settings as on the other ranks" if same else "its software or settings differ: not hardware"
+    return Gate("same_environment", same, reason, Answer.FREEZE)
 
 
 def _timing(facts: Facts, policy: Policy) -> list[Gate]:
@@ -222,6 +147,11 @@ def _timing(facts: Facts, policy: Policy) -> list[Gate]:
 def _confirmed(facts: Facts, policy: Policy) -> Gate:
     if policy.confirm == "first":
         return Gate("confirmed", True, "confirm = first: one attributed verdict", Answer.SUSPECT)
+    if facts.failed_test:
+        return Gate("confirmed", True, f"its known-answer test failed: {facts.failed_test}", Answer.SUSPECT)
+    if facts.returned_gpus:
+        came_back = f"{facts.returned_gpus[0]} left with a replaced instance and is back"
+        return Gate("confirmed", True, came_back, Answer.SUSPECT)
     events = [item.event for item in facts.events]
     if any(event.persistence == "persistent" for event in events):
         return Gate("confirmed", True, "the fault is persistent", Answer.SUSPECT)
@@ -237,10 +167,53 @@ def _confirmed(facts: Facts, policy: Policy) -> Gate:
     return Gate("confirmed", False, "a first transient fault; confirm = persistent", Answer.SUSPECT)
 
 
+def _left_to_others(facts: Facts, member: Member) -> list[Gate]:
+    idle = member.status == "Running"
+    left = "" if idle else ": left to its provider"
+    cordon = facts.node.cordoned_by if facts.node is not None else ""
+    alone = f"{cordon} took the node out of service: left to them" if cordon else "nobody else cordoned it"
+    return [
+        Gate("provider_idle", idle, f"the instance is {member.status}{left}", Answer.HOLD),
+        Gate("not_cordoned", not cordon, alone, Answer.HOLD),
+    ]
+
+
+def _asked(facts: Facts, policy: Policy, member: Member) -> list[Gate]:
+    """Ask what may be done, but never unasked: an approval of this very request is an answer."""
+    said = " (approved)" if facts.approved else ""
+    running = sum(m.group == member.group and m.status == "Running" for m in facts.members or ()) - 1
+    scarce = member.group in facts.short_groups or running < policy.min_running
+    missing = ", instances of it are missing already" if member.group in facts.short_groups else ""
+    if facts.node is not None:
+        work = facts.node.others_work
+        others = f"other work on the node: {', '.join(work)}" if work else "no other work on the node"
+        alone = not work
+    else:
+        alone = not policy.shared_nodes
+        others = "nodes are not shared" if alone else "the orchestrator cannot say what else runs on the node"
+    inside = windows.inside(policy.windows, facts.now)
+    return [
+        Gate(
+            "capacity",
+            not scarce or facts.approved,
+            f"{running} others of group {member.group} run, {policy.min_running} must{missing}{said}",
+            Answer.ASK,
+        ),
+        Gate("others_work", alone or facts.approved, others + said, Answer.ASK),
+        Gate(
+            "window",
+            inside or facts.approved,
+            ("inside" if inside else "outside") + " of policy.windows" + said,
+            Answer.ASK,
+        ),
+    ]
+
+
 def _budgets(facts: Facts, policy: Policy, member: Member) -> list[Gate]:
     size = sum(m.group == member.group for m in facts.members or ())
     share = max(1, int(policy.group_share * size))
     usage = facts.usage
+    rested = facts.now - usage.last_proven_at
     return [
         Gate(
             "concurrent",
@@ -253,6 +226,14 @@ def _budgets(facts: Facts, policy: Policy, member: Member) -> list[Gate]:
             "group_share",
             usage.in_flight_in_group < share,
             f"{usage.in_flight_in_group} of {share} under way in group {member.group}",
+            Answer.HOLD,
+        ),
+        Gate(
+            "cooldown",
+            rested >= policy.cooldown_seconds,
+            f"the last replacement was proven {rested:.0f} s ago; {policy.cooldown_seconds:.0f} s needed"
+            if usage.last_proven_at
+            else "nothing was replaced before",
             Answer.HOLD,
         ),
     ]

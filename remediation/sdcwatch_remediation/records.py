@@ -39,6 +39,8 @@ class Inventory:
     """Unix seconds."""
     node_recovery: str | None
     """The cluster's own repair setting (`Automatic`, `None`), or None where it has none."""
+    short_groups: tuple[str, ...] = ()
+    """Instance groups with fewer instances than they should have."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,8 @@ from sqlalchemy import (
     text,
 )
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
+"""Raise it together with a new file in `migrations/versions`."""
 
 metadata = MetaData()
 
@@ -82,6 +83,7 @@ cases = Table(
     Column("gates", Text, nullable=False),
     Column("request", Text, nullable=False),
     Column("before", Text, nullable=False),
+    Column("held_by", Text, nullable=False, server_default=""),
     Index(
         "one_open_case",
         "cluster",
@@ -155,6 +157,26 @@ tombstones = Table(
     Column("at", Float, nullable=False),
 )
 
+leases = Table(
+    "leases",
+    metadata,
+    Column("name", String(32), primary_key=True),
+    Column("holder", String(255), nullable=False),
+    # The fencing token: it grows with every change of holder.
+    Column("token", Integer, nullable=False),
+    Column("until", Float, nullable=False),
+)
+
+retired_gpus = Table(
+    "retired_gpus",
+    metadata,
+    Column("cluster", String(64), primary_key=True),
+    Column("gpu_uuid", String(300), primary_key=True),
+    Column("instance_id", String(32), nullable=False),
+    Column("case_id", String(32), nullable=False),
+    Column("at", Float, nullable=False),
+)
+
 suspicions = Table(
     "suspicions",
     metadata,
@@ -182,4 +204,11 @@ SQLITE_APPEND_ONLY = tuple(
     f"CREATE TRIGGER IF NOT EXISTS audit_no_{verb.lower()} BEFORE {verb} ON audit "
     f"BEGIN SELECT RAISE(ABORT, 'the audit log is append-only'); END"
     for verb in ("UPDATE", "DELETE")
+)
+
+POSTGRESQL_APPEND_ONLY = (
+    "CREATE FUNCTION audit_append_only() RETURNS trigger LANGUAGE plpgsql AS "
+    "$$ BEGIN RAISE EXCEPTION 'the audit log is append-only'; END $$",
+    "CREATE TRIGGER audit_append_only BEFORE UPDATE OR DELETE OR TRUNCATE ON audit "
+    "FOR EACH STATEMENT EXECUTE FUNCTION audit_append_only()",
 )

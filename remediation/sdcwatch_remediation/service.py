@@ -13,6 +13,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from sdcwatch_remediation import trace_export
@@ -22,8 +23,9 @@ from sdcwatch_remediation.agents import AgentClient
 from sdcwatch_remediation.context import Context
 from sdcwatch_remediation.database import Database
 from sdcwatch_remediation.errors import ConfigError, StoreUnavailable
+from sdcwatch_remediation.lease import Lease
 from sdcwatch_remediation.ledger import Ledger
-from sdcwatch_remediation.records import Provider
+from sdcwatch_remediation.records import Orchestrator, Provider
 from sdcwatch_remediation.settings import ACTIONS, MODES, Config
 from sdcwatch_remediation.states import STATES
 from sdcwatch_remediation.store import AuditLine, Store
@@ -46,6 +48,9 @@ class Service:
         schedulers: tuple[Scheduler, ...] | None = None,
         clock: Callable[[], float] = time.time,
         sink: Callable[[AuditLine], None] | None = None,
+        database: Database | None = None,
+        agents: AgentClient | None = None,
+        orchestrator: Orchestrator | None = None,
     ) -> None:
         """Open the database and everything else; nothing is asked of the outside yet.
 
@@ -55,6 +60,9 @@ class Service:
             schedulers: who keeps work off a node; built from the configuration by default.
             clock: returns unix seconds.
             sink: receives audit lines; by default each goes to stdout as one JSON line.
+            database: an open database; opened as the configuration says by default.
+            agents: the way to the node agents; made from the configuration by default.
+            orchestrator: who schedules work onto the nodes, where that is known.
 
         Raises:
             ConfigError: a token file or the database does not fit.
@@ -64,21 +72,25 @@ class Service:
         self.tokens = Tokens(config.server)
         self.telemetry = Telemetry()
         self.clock = clock
-        database = Database(config.database.url, busy_timeout_seconds=config.database.busy_timeout_seconds)
+        database = database or Database(config.database.url, busy_timeout_seconds=config.database.busy_timeout_seconds)
         self.database = database
         self.store = Store(database, config.policy, clock, sink or print_line)
         self.ledger = Ledger(self.store)
-        self.agents = AgentClient(config.agents, clock)
+        self.agents = agents or AgentClient(config.agents, clock)
+        lease = Lease(database, clock, seconds=config.worker.lease_seconds)
+        fenced = Store(database, config.policy, clock, sink or print_line, fence=lease.check)
         self.provider = provider or make_provider(config)
         self.context = Context(
             config=config,
-            store=self.store,
-            ledger=self.ledger,
+            store=fenced,
+            ledger=Ledger(fenced),
+            lease=lease,
             provider=self.provider,
             agents=self.agents,
             telemetry=self.telemetry,
             clock=clock,
             schedulers=make_schedulers(config) if schedulers is None else schedulers,
+            orchestrator=orchestrator,
         )
         self.worker = Worker(self.context)
         self.traces = trace_export.make(
@@ -102,7 +114,9 @@ class Service:
 
     def close(self) -> None:
         """Stop the worker and close everything."""
-        self.worker.stop()
+        if self.worker.stop():
+            with suppress(StoreUnavailable):  # then the lease runs out by itself
+                self.context.lease.give_up()
         if self.traces is not None:
             self.traces.stop()
         self.agents.close()

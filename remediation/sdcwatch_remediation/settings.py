@@ -53,6 +53,7 @@ class Cluster:
     name: str = _setting("", "Cluster name, as the training job reports it (SDCWATCH_CLUSTER). Required.")
     provider: str = _setting("hyperpod", "Who owns the instances.", choices=("hyperpod",))
     region: str = _setting("us-east-1", "AWS region.")
+    own_node: str = _setting("", "Node that the service runs on (name, address or id), beside its host name.")
     endpoint_url: str = _setting("", "Another endpoint for the provider's API: the simulator's. Empty: AWS itself.")
 
 
@@ -103,6 +104,14 @@ class Policy:
     clock_doubt_seconds: float = _setting(120.0, "An instance launched later than this before its fault is not it.")
     approval_seconds: float = _setting(14_400.0, "How long a case waits for a person.", minimum=1)
     replacement_seconds: float = _setting(14_400.0, "How long a replacement may take (deep checks: hours).", minimum=1)
+    cooldown_seconds: float = _setting(600.0, "Pause after a proven replacement.", minimum=0)
+    min_running: int = _setting(1, "Others of the group that must run, or a person is asked first.", minimum=0)
+    shared_nodes: bool = _setting(False, "True: nodes may run other people's work; a person is asked unless none does.")
+    windows: tuple[str, ...] = _setting(
+        (), "When a node may be replaced unasked, such as 'Mon-Fri 08:00-18:00' (UTC). Empty: always."
+    )
+    breaker_instances: int = _setting(4, "So many instances with proven events freeze every new case.", minimum=2)
+    breaker_seconds: float = _setting(86_400.0, "For how long such instances are counted.", minimum=1)
     attempts: int = _setting(3, "Attempts after definite, retryable refusals.", minimum=1)
     backoff_seconds: float = _setting(30.0, "Wait before the second attempt; doubled for each one after.", minimum=0)
     group_modes: dict[str, GroupModes] = field(
@@ -145,6 +154,9 @@ class Worker:
     """How the cases are moved."""
 
     poll_seconds: float = _setting(5.0, "Pause between two rounds, in seconds.", minimum=0.01)
+    lease_seconds: float = _setting(
+        60.0, "How long a worker that died keeps others of the same PostgreSQL database waiting.", minimum=1
+    )
 
 
 @dataclass(frozen=True, slots=True)

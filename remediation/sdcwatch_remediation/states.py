@@ -45,7 +45,7 @@ _TABLE = (
         "the inventory is read, the agents of the group are asked for the first time",
         _EVIDENCE,
         "expired",
-        ("unproven", "settling", "refused", "frozen", "expired", "rejected"),
+        ("unproven", "settling", "refused", "frozen", "expired", "rejected", "cancelled"),
     ),
     State(
         "unproven",
@@ -53,7 +53,7 @@ _TABLE = (
         "no two agents of other nodes agree; they are asked again until the window of evidence ends",
         _EVIDENCE,
         "expired",
-        ("settling", "refused", "frozen", "expired", "rejected"),
+        ("settling", "refused", "frozen", "expired", "rejected", "cancelled"),
     ),
     State(
         "settling",
@@ -61,7 +61,7 @@ _TABLE = (
         "proven; waits for other cases to show themselves, and while something else holds it",
         _EVIDENCE,
         "expired",
-        (*_DECIDED, "refused", "frozen", "expired", "rejected"),
+        (*_DECIDED, "refused", "frozen", "expired", "rejected", "cancelled"),
     ),
     State(
         "observed",
@@ -69,7 +69,7 @@ _TABLE = (
         "mode observe: what would be done is recorded, nothing is done",
         _EVIDENCE,
         "expired",
-        ("closed", "expired", "rejected"),
+        ("closed", "expired", "rejected", "cancelled"),
     ),
     State(
         "recommended",
@@ -77,7 +77,7 @@ _TABLE = (
         "mode recommend: a person is asked to do it by hand",
         "approval_seconds",
         "expired",
-        ("resuming", "closed", "expired", "rejected"),
+        ("resuming", "closed", "expired", "rejected", "cancelled"),
     ),
     State(
         "awaiting_approval",
@@ -85,7 +85,7 @@ _TABLE = (
         "mode approve: a named person must approve exactly this request",
         "approval_seconds",
         "expired",
-        ("containing", "replacing", "resuming", "closed", "expired", "rejected"),
+        ("containing", "replacing", "resuming", "closed", "expired", "rejected", "cancelled"),
     ),
     State(
         "containing",
@@ -93,7 +93,7 @@ _TABLE = (
         "decided; the evidence is kept and every gate is asked again",
         900.0,
         "expired",
-        ("quarantining", "refused", "frozen", "expired", "rejected"),
+        ("quarantining", "refused", "frozen", "expired", "rejected", "cancelled"),
     ),
     State(
         "quarantining",
@@ -101,7 +101,7 @@ _TABLE = (
         "the suspect's own agent is told that the instance must not train",
         900.0,
         "expired",
-        ("replacing", "awaiting_approval", "recommended", "refused", "frozen", "expired", "rejected"),
+        ("replacing", "awaiting_approval", "recommended", "refused", "frozen", "expired", "rejected", "cancelled"),
     ),
     State(
         "replacing",
@@ -109,7 +109,16 @@ _TABLE = (
         "one replace request at a time: intent, act, record",
         1800.0,
         "expired",
-        ("proving_replacement", "resuming", "frozen", "failed", "expired", "rejected"),
+        (
+            "proving_replacement",
+            "awaiting_approval",
+            "resuming",
+            "frozen",
+            "failed",
+            "expired",
+            "rejected",
+            "cancelled",
+        ),
     ),
     State(
         "proving_replacement",
@@ -142,9 +151,10 @@ _TABLE = (
         "looks like a bad detector, build or checkpoint: a person looks",
         604_800.0,
         "expired",
-        ("rejected", "expired"),
+        ("rejected", "expired", "cancelled"),
     ),
     State("refused", "terminal", "identity or permission does not fit: nothing is done", None, "", ()),
+    State("cancelled", "terminal", "a person ended it where it stood: latch and quarantine stay", None, "", ()),
     State("expired", "terminal", "its time is over: nothing more is done", None, "", ()),
     State("failed", "terminal", "an action did not succeed or cannot be proven: a person takes over", None, "", ()),
     State("closed", "terminal", "done; the outcome says how", None, "", ()),

@@ -48,6 +48,8 @@ class Store:
         policy: Policy,
         clock: Callable[[], float],
         sink: Callable[[AuditLine], None] = lambda line: None,
+        *,
+        fence: Callable[[Connection], None] | None = None,
     ) -> None:
         """Use an open database.
 
@@ -56,11 +58,21 @@ class Store:
             policy: for deadlines and windows.
             clock: returns unix seconds.
             sink: receives every audit line after its commit.
+            fence: asked at the beginning of every write transaction; raises when this writer's lease is lost.
         """
         self.database = database
         self.policy = policy
         self.clock = clock
         self._sink = sink
+        self._fence = fence
+
+    @contextmanager
+    def write(self, *, fenced: bool = True) -> Iterator[Connection]:
+        """Open one write transaction, refused with `Conflict` when this writer's lease is lost."""
+        with self.database.write() as connection:
+            if fenced and self._fence is not None:
+                self._fence(connection)
+            yield connection
 
     # Deliveries
 
@@ -74,7 +86,7 @@ class Store:
         """
         results: list[dict[str, Any]] = []
         lines: list[AuditLine] = []
-        with self._one_winner(), self.database.write() as connection:
+        with self._one_winner(), self.write() as connection:
             now = self.clock()
             delivery = connection.execute(
                 insert(schema.deliveries).values(received_at=now, body=body)
@@ -154,6 +166,7 @@ class Store:
                 gates="",
                 request="",
                 before="",
+                held_by="",
             )
         )
         return case_id
@@ -172,7 +185,7 @@ class Store:
         )
         lines: list[AuditLine] = []
         try:
-            with self.database.write() as connection:
+            with self.write() as connection:
                 now = self.clock()
                 case_id = self._open(connection, signal, now)
                 detail = {"node": case.node_name, "instance": case.instance_id, "event": event_id, "after": case.id}
@@ -235,6 +248,19 @@ class Store:
             found = [from_row(row) for row in connection.execute(query.order_by(table.c.opened_at)).mappings()]
         return list({(case.cluster, case.instance_id): case for case in found}.values())
 
+    def proven_lately(self, case: Case) -> tuple[str, ...]:
+        """Return the other instances of the cluster about which an event was proven within `breaker_seconds`."""
+        table = schema.cases
+        since = self.clock() - self.policy.breaker_seconds
+        query = select(table.c.instance_id).where(
+            table.c.cluster == case.cluster,
+            table.c.instance_id != case.instance_id,
+            table.c.event_id != "",
+            table.c.event_time > since,
+        )
+        with self.database.read() as connection:
+            return tuple(sorted(set(connection.execute(query).scalars())))
+
     def move(
         self, case: Case, to: str, *, reason: str = "", detail: dict[str, Any] | None = None, **changes: Any
     ) -> Case:
@@ -251,7 +277,7 @@ class Store:
             Conflict: the table does not allow it, or the case has moved meanwhile.
         """
         lines: list[AuditLine] = []
-        with self.database.write() as connection:
+        with self.write() as connection:
             moved = self.move_in(connection, lines, case, to, reason=reason, detail=detail, **changes)
         self.publish(lines)
         return moved
@@ -300,7 +326,7 @@ class Store:
         """Set columns of a case that stays in its state; with `step`, an audit line is written too."""
         lines: list[AuditLine] = []
         table = schema.cases
-        with self.database.write() as connection:
+        with self.write() as connection:
             same = (table.c.id == case.id, table.c.state == case.state)
             if changes and connection.execute(update(table).where(*same).values(**changes)).rowcount != 1:
                 raise Conflict(f"{case.id} is not {case.state} any more")
@@ -322,7 +348,7 @@ class Store:
     def keep_copies(self, case: Case, copies: Iterable[Copy]) -> int:
         """Keep copies of events that are not kept yet; return how many are new."""
         fresh = 0
-        with self.database.write() as connection:
+        with self.write() as connection:
             table = schema.copies
             query = select(table.c.event_id, table.c.sha256, table.c.agent_instance).where(table.c.case_id == case.id)
             known = {tuple(row) for row in connection.execute(query)}
@@ -368,7 +394,7 @@ class Store:
     def note(self, case_id: str, step: str, detail: dict[str, Any]) -> None:
         """Write one audit line; `case_id` is empty for what concerns the whole service."""
         lines: list[AuditLine] = []
-        with self.database.write() as connection:
+        with self.write() as connection:
             self.audit_in(connection, lines, case_id, step, detail, self.clock())
         self.publish(lines)
 

@@ -15,7 +15,7 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 
 from sdcwatch_remediation import catalog
 from sdcwatch_remediation._version import __version__
-from sdcwatch_remediation.policy import Decision
+from sdcwatch_remediation.facts import Decision
 
 Snapshot = Callable[[], dict[str, dict[tuple[str, ...], float]]]
 """Returns, per gauge name of the catalogue, its values by label values."""

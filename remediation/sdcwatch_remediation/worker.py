@@ -63,6 +63,10 @@ class Worker:
         Raises:
             StoreUnavailable: the database could not be used; the next round goes on where this one ended.
         """
+        if not self.context.lease.hold():
+            # Another process moves the cases; this one stands by and takes over when that one's lease runs out.
+            self.context.telemetry.round_ended(self.context.clock())
+            return
         for case in self.context.store.cases(open_only=True):
             try:
                 self._advance(case)
@@ -73,8 +77,11 @@ class Worker:
             except Exception:  # one broken case must not stop the others; it is counted and seen, and tried again
                 log.exception("%s: unexpected error in state %s", case.id, case.state)
                 self.context.telemetry.count("sdc_remediation_errors_total", "case")
-        self._look_back()
-        self._watch()
+        try:
+            self._look_back()
+            self._watch()
+        except Conflict as error:
+            log.info("%s", error)
         self.context.telemetry.round_ended(self.context.clock())
 
     def _advance(self, case: Case) -> None:
@@ -89,7 +96,7 @@ class Worker:
             if overdue and not reads:
                 self._expire(case, state.overdue)
                 return
-            if step is None or (case.next_at > now and not overdue):
+            if step is None or (case.next_at > now and not overdue) or not ctx.lease.hold():
                 return
             moved = step(ctx, case)
             if moved is None:
@@ -147,12 +154,13 @@ class Worker:
         self._thread = threading.Thread(target=self._run, name="worker", daemon=True)
         self._thread.start()
 
-    def stop(self, timeout_seconds: float = 10.0) -> None:
-        """End after the step that is under way; what it did is recorded before."""
+    def stop(self, timeout_seconds: float = 10.0) -> bool:
+        """End after the step that is under way; what it did is recorded before. Returns whether it has ended."""
         self._ending.set()
         self._wake.set()
         if self._thread is not None:
             self._thread.join(timeout_seconds)
+        return self._thread is None or not self._thread.is_alive()
 
     def _run(self) -> None:
         while not self._ending.is_set():

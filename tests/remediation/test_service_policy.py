@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 from sdcwatch_remediation.evidence import read_event
-from sdcwatch_remediation.policy import Answer, Facts, OtherCase, PastEvent, Usage, decide
+from sdcwatch_remediation.facts import Answer, Facts, OtherCase, PastEvent, Usage
+from sdcwatch_remediation.policy import decide
 from sdcwatch_remediation.proof import ProvenEvent
+from sdcwatch_remediation.records import NodeView
 from sdcwatch_remediation.settings import GroupModes, Policy
 from sdcwatch_remediation.testing import event_line, fleet
 
@@ -39,8 +41,16 @@ FACTS = Facts(
     failed_again=False,
     usage=Usage(0, 0, 0),
     stop="",
+    held="",
     decided=False,
 )
+
+
+def proven_in(environment: str) -> ProvenEvent:
+    """The event in which the suspect's rank alone has other software."""
+    line = event_line(MEMBERS[:4], [2], time=NOW - 200)
+    line["event"]["ranks"][2]["environment"] = environment
+    return ProvenEvent(read_event(line), (MEMBERS[0].instance_id, MEMBERS[1].instance_id))
 
 
 def other(job: str, *, is_proven: bool = True, ago: float = 1000.0) -> OtherCase:
@@ -84,6 +94,19 @@ TABLE: list[tuple[str, Answer, dict[str, Any], dict[str, Any]]] = [
     ("concurrent", Answer.HOLD, {"usage": Usage(3, 0, 3)}, {}),
     ("per_day", Answer.HOLD, {"usage": Usage(0, 0, 5)}, {}),
     ("group_share", Answer.HOLD, {"usage": Usage(2, 2, 2)}, {}),
+    ("not_my_node", Answer.REFUSE, {"here": frozenset({SUSPECT.node_name, "elsewhere"})}, {}),
+    ("not_my_node", Answer.REFUSE, {"here": frozenset({SUSPECT.address})}, {}),
+    ("same_environment", Answer.FREEZE, {"events": (proven_in("other"),)}, {}),
+    ("breaker", Answer.FREEZE, {"lately": ("i-1", "i-2", "i-3")}, {}),
+    ("breaker", Answer.FREEZE, {"lately": ("i-1",)}, {"breaker_instances": 2}),
+    ("not_cordoned", Answer.HOLD, {"node": NodeView((), "ann")}, {}),
+    ("cooldown", Answer.HOLD, {"usage": Usage(0, 0, 1, NOW - 599)}, {}),
+    ("capacity", Answer.ASK, {"members": members(group="few"), "short_groups": ()}, {"groups": ("few",)}),
+    ("capacity", Answer.ASK, {"short_groups": ("workers",)}, {}),
+    ("others_work", Answer.ASK, {"node": NodeView(("job 7 of eve",), "")}, {}),
+    ("others_work", Answer.ASK, {}, {"shared_nodes": True}),
+    ("window", Answer.ASK, {}, {"windows": ("Sat-Sun 00:00-24:00",)}),
+    ("not_held", Answer.HOLD, {"held": "ann: looking"}, {}),
     ("not_stopped", Answer.HOLD, {"stop": "paused by Ada"}, {}),
 ]
 
@@ -115,6 +138,19 @@ PASSES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("first verdict is enough", {"events": (proven(persistence="transient"),)}, {"confirm": "first"}),
     ("group share has a floor of one", {}, {"group_share": 0.0}),
     ("the share of 20 nodes is two", {"usage": Usage(1, 1, 1)}, {}),
+    ("one instance below the breaker", {"lately": ("i-1", "i-2")}, {}),
+    ("cooled down", {"usage": Usage(0, 0, 1, NOW - 600)}, {}),
+    ("the last of the group, approved", {"members": members(group="few"), "approved": True}, {"groups": ("few",)}),
+    ("others' work, approved", {"node": NodeView(("job 7",), ""), "approved": True}, {}),
+    ("shared nodes, and this one is ours alone", {"node": NodeView((), "")}, {"shared_nodes": True}),
+    ("outside of the window, approved", {"approved": True}, {"windows": ("Sat-Sun 00:00-24:00",)}),
+    ("inside of the window", {}, {"windows": ("Sat-Sun 00:00-24:00", "Fri 08:00-08:01")}),
+    (
+        "a transient fault on hardware that came back",
+        {"events": (proven(persistence=None),), "returned_gpus": (GPU,)},
+        {},
+    ),
+    ("a transient fault and a failed test", {"events": (proven(persistence=None),), "failed_test": "sdc-1"}, {}),
 ]
 
 
@@ -146,6 +182,20 @@ def test_two_faults_of_one_gpu_confirm(
     """Only the same GPU at another step, now or remembered, confirms a transient fault."""
     decision = decide("quarantine", replace(FACTS, events=events, past=past), POLICY)
     assert decision.answer is (Answer.GO if confirmed else Answer.SUSPECT)
+
+
+def test_what_must_not_be_done_unasked_still_gets_its_quarantine() -> None:
+    """Scarce capacity, other work and the hour bound the replacement; the node leaves the job all the same."""
+    facts = replace(FACTS, short_groups=("workers",), node=NodeView(("job 7",), ""))
+    policy = replace(POLICY, windows=("Sat 00:00-01:00",))
+    assert decide("quarantine", facts, policy).answer is Answer.GO
+    assert decide("replace", facts, policy).answer is Answer.ASK
+
+
+def test_every_gate_has_its_row() -> None:
+    """A gate that is added to the policy is added to the table."""
+    asked = {gate.name for gate in decide("replace", FACTS, POLICY).gates}
+    assert asked == {row[0] for row in TABLE}
 
 
 def test_budgets_bound_replacing_only() -> None:

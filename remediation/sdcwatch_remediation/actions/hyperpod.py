@@ -13,6 +13,7 @@ from __future__ import annotations
 import re
 import threading
 import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -165,6 +166,7 @@ class HyperPod:
             members=tuple(sorted(members, key=lambda m: m.instance_id)),
             fetched_at=time.time(),
             node_recovery=about.get("NodeRecovery"),
+            short_groups=_short_groups(about, members),
         )
 
     def replace_request(self, instance_id: str) -> dict[str, Any]:
@@ -376,6 +378,14 @@ def _member(item: dict[str, Any], address: str, host: str, *, on_eks: bool) -> M
         launch_time=item["LaunchTime"].timestamp(),
         address=address,
         instance_type=item["InstanceType"],
+    )
+
+
+def _short_groups(about: dict[str, Any], members: list[Member]) -> tuple[str, ...]:
+    there = Counter(member.group for member in members if member.status not in _GONE)
+    groups = about.get("InstanceGroups") or []
+    return tuple(
+        sorted(g["InstanceGroupName"] for g in groups if g.get("TargetCount", 0) > there[g["InstanceGroupName"]])
     )
 
 

@@ -13,7 +13,7 @@ import json
 from sdcwatch_remediation.actions import acts
 from sdcwatch_remediation.cases import Case
 from sdcwatch_remediation.context import BY, Context, find, gates_json
-from sdcwatch_remediation.policy import Answer, Decision
+from sdcwatch_remediation.facts import Answer, Decision
 
 TRIES = 3
 
@@ -83,6 +83,7 @@ def blocked(ctx: Context, case: Case, decision: Decision) -> Case | None:
 
 def permitted(ctx: Context, case: Case, decision: Decision) -> bool:
     """Whether a decided case may act now; if not, say why once and look again in the next round."""
+    # In `auto` an approval is needed only where a gate asked for one; that gate has looked.
     allowed = decision.mode == "auto" or (decision.mode == "approve" and case.approved)
     if decision.answer is Answer.GO and allowed:
         return True

@@ -14,8 +14,11 @@ from sdcwatch_remediation.cases import Case, inventory_json
 from sdcwatch_remediation.casework import replaced_by_others
 from sdcwatch_remediation.context import Context, gates_json
 from sdcwatch_remediation.errors import Conflict
-from sdcwatch_remediation.policy import Answer
+from sdcwatch_remediation.facts import Answer, Decision
 from sdcwatch_remediation.records import Outcome, ReplaceResult
+
+NOT_SENT = "NotSent"
+"""Code of an attempt that was reserved and then kept back; it says nothing about the provider and is not counted."""
 
 ANSWER_SECONDS = 60.0
 """An intent without a record is left to whoever reserved it for this long: one call ends sooner (5 s to connect, 30 s
@@ -33,13 +36,16 @@ def replace(ctx: Context, case: Case) -> Case | None:
     inventory = ctx.inventory()
     if heir := ctx.replaced_elsewhere(case, inventory):
         return replaced_by_others(ctx, case, heir.instance_id)
-    if len(intents) >= ctx.config.policy.attempts:
-        return ctx.ledger.leave(case, "failed", reason=f"refused {len(intents)} times, last: {intents[-1].code}")
+    asked = [intent for intent in intents if intent.code != NOT_SENT]
+    if len(asked) >= ctx.config.policy.attempts:
+        return ctx.ledger.leave(case, "failed", reason=f"refused {len(asked)} times, last: {asked[-1].code}")
     decision, _ = ctx.decide("replace", case, inventory)
     if decision.answer is Answer.FREEZE:
         return ctx.ledger.leave(case, "frozen", reason=decision.reason, gates=gates_json(decision))
     if decision.answer is Answer.REFUSE:
         return ctx.ledger.leave(case, "failed", reason=decision.reason, gates=gates_json(decision))
+    if decision.answer is Answer.ASK:
+        return ask(ctx, case, decision)
     if not permitted(ctx, case, decision):
         return None
     assert inventory is not None  # the decision said so
@@ -63,9 +69,20 @@ def replace(ctx: Context, case: Case) -> Case | None:
         return ctx.store.move(case, "proving_replacement", reason=f"intent {intent.id}: {result.outcome.value}")
     if not result.retryable:
         return ctx.store.move(case, "failed", reason=f"refused: {result.code} {result.message}"[:1000])
-    wait = ctx.config.policy.backoff_seconds * 2 ** len(intents)
+    if result.code == NOT_SENT:
+        return None
+    wait = ctx.config.policy.backoff_seconds * 2 ** len(asked)
     ctx.store.set(case, step="attempt_refused", detail={"code": result.code, "wait": wait}, next_at=ctx.clock() + wait)
     return None
+
+
+def ask(ctx: Context, case: Case, decision: Decision) -> Case:
+    """Ask a person first, although the mode would not: the node stays quarantined until somebody answers."""
+    request = ctx.request_of(case, case.event_id, "replace")
+    detail = {"request": request}
+    return ctx.ledger.leave(
+        case, "awaiting_approval", reason=decision.reason, detail=detail, request=request, gates=gates_json(decision)
+    )
 
 
 def prove_replacement(ctx: Context, case: Case) -> Case | None:
@@ -101,6 +118,10 @@ def _refused_late(ctx: Context, case: Case) -> Case:
 
 
 def _act_once(ctx: Context, case: Case) -> ReplaceResult:
+    # Looked at once more after the intent was committed: a stop or another worker may have come meanwhile.
+    stop = ctx.stop() or ("" if ctx.lease.hold() else "another process has taken over the worker's lease")
+    if stop:
+        return ReplaceResult(Outcome.REFUSED, NOT_SENT, stop, retryable=True)
     try:
         return ctx.provider.replace(case.instance_id)
     except Exception as error:  # whatever a provider raises after the intent, the call may have had its effect

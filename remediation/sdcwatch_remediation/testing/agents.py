@@ -40,6 +40,24 @@ class FakeAgent:
         """Paths with queries of all `GET`s."""
         self.posts: list[dict[str, Any]] = []
 
+    def events_since(self, since: float) -> dict[str, Any]:
+        """Answer `GET /events`."""
+        found = [line for line in self.events if line["event"]["time"] >= since]
+        who = {"cluster": "demo", "node": self.node, "instance": self.instance, "version": "0"}
+        return {"schema": 1, "agent": who, "events": found, "truncated": False}
+
+    def release(self, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        """Answer `POST /latch/release`: status and body."""
+        if body["latch_id"] in self.released:
+            return 200, {"schema": 1, "result": "already_released"}
+        if body["latch_id"] != self.latch:
+            return 404, {}
+        if body["decision"] == "leave":
+            self.quarantined = body["case_id"]
+            return 200, {"schema": 1, "result": "quarantined"}
+        self.released.append(self.latch)
+        return 200, {"schema": 1, "result": "released"}
+
 
 class FakeAgents:
     """The agents of some members, on one port; a context manager."""
@@ -123,26 +141,16 @@ def _handler(agent: FakeAgent) -> type[BaseHTTPRequestHandler]:
                 self._send(401, b"{}")
             else:
                 query = parse_qs(urlsplit(self.path).query)
-                found = [line for line in agent.events if line["event"]["time"] >= float(query["since"][0])]
-                who = {"cluster": "demo", "node": agent.node, "instance": agent.instance, "version": "0"}
-                tree = {"schema": 1, "agent": who, "events": found, "truncated": False}
-                self._send(agent.status, json.dumps(tree).encode())
+                self._send(agent.status, json.dumps(agent.events_since(float(query["since"][0]))).encode())
 
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             agent.posts.append(body)
             if self.headers.get("Authorization") != f"Bearer {LATCH_TOKEN}":
                 self._send(401, b"{}")
-            elif body["latch_id"] in agent.released:
-                self._send(200, b'{"schema":1,"result":"already_released"}')
-            elif body["latch_id"] != agent.latch:
-                self._send(404, b"{}")
-            elif body["decision"] == "leave":
-                agent.quarantined = body["case_id"]
-                self._send(200, b'{"schema":1,"result":"quarantined"}')
             else:
-                agent.released.append(agent.latch)
-                self._send(200, b'{"schema":1,"result":"released"}')
+                status, tree = agent.release(body)
+                self._send(status, json.dumps(tree).encode())
 
         def _send(self, status: int, body: bytes, *, location: str = "") -> None:
             self.send_response(status)

@@ -112,7 +112,14 @@ def make_rig(folder: Path, members: tuple[Member, ...], **policy: Any) -> Iterat
         (folder / f"{name}.token").write_text(f"{name}-token\n")
     (folder / "events.token").write_text(EVENTS_TOKEN)
     (folder / "latch.token").write_text(LATCH_TOKEN)
-    settings = {"mode": "auto", "confirm": "first", "groups": ("workers",), "settle_seconds": 0.0, **policy}
+    settings = {
+        "mode": "auto",
+        "confirm": "first",
+        "groups": ("workers",),
+        "settle_seconds": 0.0,
+        "cooldown_seconds": 0.0,
+        **policy,
+    }
     with FakeAgents(members) as agents:
         config = Config(
             server=Server(
