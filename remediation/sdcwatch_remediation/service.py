@@ -195,6 +195,7 @@ def make_provider(config: Config) -> Provider:
             cluster.name,
             region=cluster.region,
             endpoint_url=cluster.endpoint_url or None,
+            actor_role_arn=actions.actor_role_arn,
         )
     except ValueError as error:
         raise ConfigError(f"cluster.name: {error}") from error

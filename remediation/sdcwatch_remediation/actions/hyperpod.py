@@ -69,6 +69,9 @@ REFUSALS = AGAIN_LATER | frozenset(
 NODE_AGAIN_LATER = frozenset({"InstanceIdInUse", "InternalServerError", "InvalidInstanceStatus"})
 """Per-node codes in `Failed[]` after which AWS's documentation says to wait and ask again."""
 
+SESSION_NAME = re.compile(r"[A-Za-z0-9=,.@-]{2,64}", re.ASCII)
+ACTOR_SECONDS = 900
+"""The shortest time for which a role can be taken."""
 LIST_READS = 5
 PAGES_AT_MOST = 1000
 DESCRIBE_WORKERS = 8
@@ -106,6 +109,8 @@ class HyperPod:
         profile: str | None = None,
         connect_timeout_seconds: float = 5.0,
         read_timeout_seconds: float = 30.0,
+        actor_role_arn: str = "",
+        sts_endpoint_url: str | None = None,
     ) -> None:
         """Remember how to reach the cluster; nothing is sent yet.
 
@@ -119,6 +124,8 @@ class HyperPod:
             profile: A profile of the AWS configuration files.
             connect_timeout_seconds: How long to wait for a connection.
             read_timeout_seconds: How long to wait for an answer; after it the outcome of a replace is unknown.
+            actor_role_arn: IAM role that is taken for one replace call, see `acting_for`; empty: the own credentials.
+            sts_endpoint_url: Another endpoint for taking that role; None: AWS's own, of the region.
 
         Raises:
             ValueError: The cluster's name could not be one.
@@ -134,6 +141,7 @@ class HyperPod:
             "profile_name": profile,
         }
         self._endpoint_url = endpoint_url or None
+        self._actor_role_arn, self._sts_endpoint_url = actor_role_arn, sts_endpoint_url
         self._config = Config(
             retries={"total_max_attempts": 1, "mode": "standard"},
             connect_timeout=connect_timeout_seconds,
@@ -193,6 +201,49 @@ class HyperPod:
             client = self._get_client()
         except (BotoCoreError, ValueError) as error:
             return _result(Outcome.REFUSED, type(error).__name__, str(error), retryable=True)
+        return self._ask(client, request, instance_id)
+
+    def acting_for(self, case_id: str) -> HyperPod | _Actor:
+        """Return who makes the one replace call of a case: with `actor_role_arn`, that role in a session of its own."""
+        return _Actor(self, case_id) if self._actor_role_arn else self
+
+    def replace_as(self, case_id: str, instance_id: str) -> ReplaceResult:
+        """Take the actor's role once, in a session named after the case, and ask once; see `replace`."""
+        try:
+            request = self.replace_request(instance_id)
+            client = self._actor_client(case_id)
+        except ClientError as error:
+            return self._refusal(error)
+        except (BotoCoreError, ValueError, KeyError) as error:
+            # The role was not taken, so nothing was sent to SageMaker.
+            return _result(
+                Outcome.REFUSED, type(error).__name__, str(error), retryable=isinstance(error, BotoCoreError)
+            )
+        try:
+            return self._ask(client, request, instance_id)
+        finally:
+            client.close()
+
+    def _actor_client(self, case_id: str) -> Any:
+        if SESSION_NAME.fullmatch(case_id) is None:
+            raise ValueError(f"{case_id[:80]!r} cannot name a session; nothing was sent")
+        session = boto3.session.Session(**self._session_arguments)
+        sts = session.client("sts", endpoint_url=self._sts_endpoint_url, config=self._config)
+        try:
+            taken = sts.assume_role(
+                RoleArn=self._actor_role_arn, RoleSessionName=case_id, DurationSeconds=ACTOR_SECONDS
+            )["Credentials"]
+        finally:
+            sts.close()
+        actor = boto3.session.Session(
+            region_name=self._session_arguments["region_name"],
+            aws_access_key_id=taken["AccessKeyId"],
+            aws_secret_access_key=taken["SecretAccessKey"],
+            aws_session_token=taken["SessionToken"],
+        )
+        return actor.client("sagemaker", endpoint_url=self._endpoint_url, config=self._config)
+
+    def _ask(self, client: Any, request: dict[str, Any], instance_id: str) -> ReplaceResult:
         try:
             answer = client.batch_replace_cluster_nodes(**request)
         except ClientError as error:
@@ -343,6 +394,17 @@ class HyperPod:
             client, self._client = self._client, None
         if client is not None:
             client.close()
+
+
+class _Actor:
+    """Makes one replace call in the actor's role."""
+
+    def __init__(self, provider: HyperPod, case_id: str) -> None:
+        self._provider, self._case_id = provider, case_id
+
+    def replace(self, instance_id: str) -> ReplaceResult:
+        """Ask once, as `HyperPod.replace` does."""
+        return self._provider.replace_as(self._case_id, instance_id)
 
 
 class _NotThere(Exception):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 
-from sdcwatch_remediation.actions import acts
+from sdcwatch_remediation.actions import acts, bundle
 from sdcwatch_remediation.cases import Case
 from sdcwatch_remediation.context import BY, Context, find, gates_json
 from sdcwatch_remediation.facts import Answer, Decision
@@ -25,7 +25,8 @@ def contain(ctx: Context, case: Case) -> Case | None:
         return moved
     copies = ctx.store.copies(case.id)
     kept = sorted({f"{copy.event.id} from {copy.agent_instance}" for copy in copies})
-    case = ctx.store.set(case, step="evidence_kept", detail={"copies": len(copies), "kept": kept[:64]})
+    detail = {"copies": len(copies), "kept": kept[:64], "bundle": bundle.keep(ctx, case)}
+    case = ctx.store.set(case, step="evidence_kept", detail=detail)
     return ctx.store.move(case, "quarantining", reason=decision.reason)
 
 

@@ -123,6 +123,10 @@ def _act_once(ctx: Context, case: Case) -> ReplaceResult:
     if stop:
         return ReplaceResult(Outcome.REFUSED, NOT_SENT, stop, retryable=True)
     try:
-        return ctx.provider.replace(case.instance_id)
+        # A provider that acts in a role of its own for each case says so; the others act as they are.
+        acting_for = getattr(ctx.provider, "acting_for", None)
+        actor = acting_for(case.id) if acting_for is not None else ctx.provider
+        result: ReplaceResult = actor.replace(case.instance_id)
+        return result
     except Exception as error:  # whatever a provider raises after the intent, the call may have had its effect
         return ReplaceResult(Outcome.UNKNOWN, type(error).__name__, str(error)[:500], retryable=False)
