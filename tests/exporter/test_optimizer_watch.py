@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from sdcwatch.checks import weights as checked_weights
 from sdcwatch.checks.weights import (
     OptimizerWatch,
+    covered_bytes,
     hyperparameters_digest,
     state_fingerprint,
     state_tensors,
@@ -237,3 +239,48 @@ def test_state_of_parameters_that_ddp_does_not_reduce_is_not_compared() -> None:
     optimizer, parameters = make("sgd_momentum")
     run(optimizer, parameters)
     assert sum(t is not None for t in state_tensors(optimizer, parameters[:1])) == 1
+
+
+@pytest.mark.parametrize("name", MAKE)
+def test_every_byte_of_state_is_counted_as_covered(name: str) -> None:
+    """Coverage is the sum of what the optimizer holds, with nothing left out and nothing counted twice."""
+    optimizer, parameters = make(name)
+    run(optimizer, parameters)
+    held = sum(t.numel() * t.element_size() for t in leaves(dict(optimizer.state)))
+    assert covered_bytes(state_tensors(optimizer, parameters)) == (held, 0)
+
+
+def test_every_optimizer_that_torch_has_is_in_the_list() -> None:
+    """A new one in torch makes this red until it has been tried; SparseAdam takes no dense gradient."""
+    classes = {v for v in vars(o).values() if isinstance(v, type) and issubclass(v, o.Optimizer)} - {o.Optimizer}
+    tried = {type(make(name)[0]) for name in MAKE}
+    assert {c.__name__ for c in classes - tried} == {"SparseAdam"}
+
+
+def test_the_state_of_sparse_gradients_is_covered() -> None:
+    """SparseAdam's moments are dense: one ulp in either is seen, and all bytes count."""
+    table = nn.Embedding(8, 4, sparse=True)
+    optimizer = o.SparseAdam(list(table.parameters()), lr=0.1)
+    table(torch.tensor([1, 5])).square().sum().backward()
+    optimizer.step()
+    parameters = [table.weight]
+    clean = state_fingerprint(optimizer, parameters)
+    tensors = [t for t in leaves(dict(optimizer.state)) if t.numel()]
+    assert covered_bytes(state_tensors(optimizer, parameters)) == (sum(t.numel() * 4 for t in tensors), 0)
+    for tensor in tensors:
+        before = tensor.clone()
+        apply("ulp", tensor, seed=1)
+        assert state_fingerprint(optimizer, parameters) != clean
+        tensor.data.copy_(before)
+
+
+def test_state_is_not_compared_where_the_step_itself_exchanged_data(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a broadcast inside the step a rank holds another one's work, so its own is not vouched for."""
+    issued = iter([3, 4])
+    monkeypatch.setattr(checked_weights, "collectives_issued", lambda: next(issued))
+    optimizer, parameters = make("adam")
+    watch = watching(optimizer, parameters)
+    run(optimizer, parameters, steps=1)
+    assert watch.newest is not None
+    assert (watch.newest.begin.state, watch.newest.state_end) == (None, None)
+    assert watch.newest.weights_end == fingerprint(parameters)
