@@ -203,6 +203,10 @@ def table(results: list[Result]) -> str:
             return " / ".join(map(str, values)) if len(set(values)) > 1 else str(values[0])
 
         seen = "; ".join(dict.fromkeys(e for r in group for e in r.events)) or "nothing"
+        if group[0].case.rot:
+            seen = "bytes that are not the manifest's: an older one is taken"
+        if group[0].case.kill:
+            seen = "-"
         cells = [
             name,
             when,
@@ -245,11 +249,20 @@ def main() -> int:
     parser.add_argument("--only", default="", help="cases whose section, name and when hold this text")
     parser.add_argument("--out", type=Path, default=Path(__file__).parents[1] / "out")
     parser.add_argument("--document", action="store_true", help="also write the table in docs/healing.md")
-    parser.add_argument("--results", type=Path, nargs="+", help="run nothing: take the results of earlier runs")
+    parser.add_argument(
+        "--results",
+        type=Path,
+        nargs="+",
+        help="run nothing: the table from earlier runs, later files replace earlier ones",
+    )
     parser.add_argument("--minutes", type=float, default=60.0, help="begin no further case after this long")
     arguments = parser.parse_args()
     if arguments.results:
-        write_document([stored(r) for path in arguments.results for r in json.loads(path.read_text(encoding="utf-8"))])
+        found: dict[tuple[str, str, str, int], Result] = {}
+        for path in arguments.results:
+            for r in map(stored, json.loads(path.read_text(encoding="utf-8"))):
+                found[r.case.name, r.case.when, r.case.on_fault, r.case.size] = r
+        write_document(list(found.values()))
         return 0
     wanted = [c for c in cases(arguments.sizes) if arguments.only in f"{c.section} {c.name} {c.when} {c.on_fault}"]
     folder, begin = Path(tempfile.mkdtemp(prefix="campaign-heal-")), time.monotonic()
