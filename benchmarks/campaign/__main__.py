@@ -106,8 +106,9 @@ def _run(journal: Journal, cases: list[Case], scratch: Path, options: Any, with_
             if case.key not in journal.results:
                 journal.add(case.key, ondisk.run(case, scratch))
             progress.advance(bar)
-        bar = progress.add_task("simulated groups", total=len(simulated.GROUPS))
-        for layout, steps in simulated.GROUPS:
+        layouts = simulated.QUICK if options.quick else simulated.GROUPS
+        bar = progress.add_task("simulated groups", total=len(layouts))
+        for layout, steps in layouts:
             key = f"simulated|{sum(layout)}"
             if key not in journal.results:
                 journal.add(key, simulated.run(layout, 5 if options.quick else steps, options.seed))

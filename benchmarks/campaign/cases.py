@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from sdcwatch.testing import LOCATIONS, MODES, PATTERNS
+from sdcwatch.testing import LOCATIONS, PATTERNS
 
 #: World size -> ranks on each node.
 LAYOUTS: dict[int, tuple[tuple[int, ...], ...]] = {
@@ -23,6 +23,8 @@ LAYOUTS: dict[int, tuple[tuple[int, ...], ...]] = {
     5: ((1, 1, 1, 1, 1), (2, 2, 1), (3, 1, 1)),
 }
 PRECISIONS = ("fp32", "bf16 autocast")
+#: The injector's `once` is the row of one training run with `call=0`.
+MODES = ("persistent", "intermittent", "transient")
 COMPUTE = ("forward", "backward")
 #: Places whose faults only a replay can show.
 REPLAYED = ("input_batch", *COMPUTE, "local_gradient")
@@ -32,7 +34,7 @@ SEED = 20260504
 #: Rows of the table beside the cross.
 CROSS, OTHER_RUN, OFF_AUDIT, FROM_START, ON_DISK = (
     "cross",
-    "one replay only",
+    "one run only",
     "between audits",
     "from step 0",
     "on disk",
@@ -135,10 +137,14 @@ def fault_list(seed: int = SEED) -> list[Case]:
 
 
 def quick_list(seed: int = SEED) -> list[Case]:
-    """Some dozen cases: every place at 3 and 4 ranks, two patterns each."""
+    """Some dozen cases: every place at 3 and 4 ranks, two patterns each, and two each of the other moments."""
     cases = fault_list(seed)
     found = []
     for location, world in itertools.product(LOCATIONS, (3, 4)):
         fits = [c for c in cases if (c.group, c.location, c.world, c.mode) == (CROSS, location, world, "persistent")]
+        found += fits[:2]
+    for group in (OTHER_RUN, FROM_START):
+        some = [c for c in cases if c.group == group and c.location in COMPUTE and c.world == 4]
+        fits = [c for c in some if len(c.nodes) > 2 and c.precision == "fp32" and not c.call]
         found += fits[:2]
     return found

@@ -11,9 +11,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from sdcwatch.testing import LOCATIONS, MODES, PATTERNS
+from sdcwatch.testing import LOCATIONS, PATTERNS
 
-from benchmarks.campaign.cases import CROSS, FROM_START, OFF_AUDIT, ON_DISK, OTHER_RUN, Case
+from benchmarks.campaign.cases import CROSS, FROM_START, MODES, OFF_AUDIT, ON_DISK, OTHER_RUN, Case
 from benchmarks.campaign.causes import CAUSES, cause
 from benchmarks.campaign.healthy import SCENARIOS
 from benchmarks.campaign.journal import ROOT
@@ -159,6 +159,9 @@ an outlier or an anomaly was counted. *no effect*: not one bit came out other (a
 {_table_by(cross, "place, mode", keys)}
 
 ### Other moments
+
+*One run only*: the fault hits the training run, the rank's own replay, or its replay for another rank, and not the
+other two. Whether it changed a bit of a replay's gradient is not measured: silence there counts as no effect.
 
 {_table_by(rows, "row", groups)}
 

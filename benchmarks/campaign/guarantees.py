@@ -74,7 +74,7 @@ def of_faults(rows: Sequence[Row]) -> list[Guarantee]:
     some = [(c, r) for c, r in place("ring_forward", "tree_forward", "reduced_gradient", "reduced_gradient_some")]
     alike = [(c, r) for c, r in after if c.location == "reduced_gradient_all"]
     above = [(c, r) for c, r in alike if r["elements"] == 1 and (r["times_bound"] is None or r["times_bound"] > 2.1)]
-    runs = [(c, r) for c, r in struck if c.group == OTHER_RUN]
+    runs = [(c, r) for c, r in struck if c.group == OTHER_RUN and c.call == 0]
     begun = nodes((c, r) for c, r in struck if c.group == FROM_START and c.location in COMPUTE)
     return [
         _says("no healthy rank is named", rows, lambda c, r: r["outcome"] != WRONG),
@@ -110,7 +110,11 @@ def of_faults(rows: Sequence[Row]) -> list[Guarantee]:
             transient,
             _right,
         ),
-        _says("a fault in one replay alone: named or inconclusive", nodes(runs), _right),
+        _says(
+            "a compute fault that no replay repeats, on an audited step: named or inconclusive",
+            nodes(runs),
+            _right,
+        ),
         _says(
             "a compute fault from step 0 is an outlier or seen, never silent",
             begun,

@@ -61,7 +61,7 @@ RULES = (
         "candidates=() if signs else differing",
         "gradient",
     ),
-    ("intake.py", "or row.rank != slot", "", "transport"),
+    ("intake.py", "or row.rank != group.ranks[slot]", "", "transport"),
     ("intake.py", "return row.step <= sent", "return False", "transport"),
     ("engine.py", "    return replace(history, gradient_clean_since=None)\n", "    return history\n", "transport"),
     ("engine.py", "    if history.open", "    if False", "audit"),

@@ -13,10 +13,10 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from sdcwatch.testing import LOCATIONS, MODES, PATTERNS  # noqa: E402
+from sdcwatch.testing import LOCATIONS, PATTERNS  # noqa: E402
 
 from benchmarks.campaign import guarantees, journal  # noqa: E402
-from benchmarks.campaign.cases import CROSS, LAYOUTS, Case, fault_list, quick_list  # noqa: E402
+from benchmarks.campaign.cases import CROSS, LAYOUTS, MODES, Case, fault_list, quick_list  # noqa: E402
 from benchmarks.campaign.causes import BELOW, BETWEEN, ONE_NODE, UNKNOWN, cause  # noqa: E402
 from benchmarks.campaign.score import score, score_sdcguard  # noqa: E402
 

@@ -132,6 +132,12 @@ def test_one_original_of_two_is_no_software(apart: int) -> None:
     assert only(run(1, 1).audit({"original": {0: 1, 1: 2}})).kind == "software"
 
 
+def test_with_two_nodes_every_rank_is_a_candidate() -> None:
+    """Each edge has an end on both, so ranks whose edges agreed are no more trusted than the others."""
+    verdict = only(run(2, 2).audit(edges(0, 2)))
+    assert (verdict.candidates, verdict.evidence["row"]) == ((0, 1, 2, 3), "two nodes")
+
+
 @pytest.mark.parametrize("owners", [(0, 1, 2), (1, 2, 3)])
 def test_most_but_not_all_edges_of_one_rank_are_a_fault_that_depends_on_the_data(owners: tuple[int, ...]) -> None:
     """Three ranks served by one, which owns a fourth edge: it, or their node, could have made all of these fail."""
