@@ -30,18 +30,10 @@ def agent(*, ranks: int = 8, scrapes: int = 30) -> dict[str, Any]:
             fill(metrics)
             spool.write_metrics(metrics.render())
             spools.append(spool)
-        command = [
-            sys.executable,
-            "-m",
-            "sdcwatch.cli",
-            "agent",
-            "--spool-dir",
-            folder,
-            "--port",
-            "0",
-            "--node",
-            "node-00000",
-        ]
+        mine = labels_of(0, ranks)
+        command = [sys.executable, "-m", "sdcwatch.cli", "agent", "--spool-dir", folder, "--port", "0"]
+        command += ["--node", mine["training_node"], "--instance", mine["training_instance"]]
+        command += ["--cluster", mine["training_cluster"]]
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         try:
             return _scraped(Path(folder) / str(os.getuid()) / "agent.json", process.pid, scrapes)

@@ -88,7 +88,7 @@ def structured() -> dict[str, Callable[[torch.Tensor], None]]:
 
     def twins(bit: int) -> Callable[[torch.Tensor], None]:
         def change(t: torch.Tensor) -> None:
-            bits(t)[5:9000:4000].bitwise_xor_(1 << bit if bit < 31 else -(1 << 31))
+            bits(t)[5:8000:4000].bitwise_xor_(1 << bit if bit < 31 else -(1 << 31))
 
         return change
 
