@@ -108,7 +108,9 @@ def _steps(rank: int, ranks: int, kind: str, size: Size, tokens: int, pairs: int
     with Reads() as counted:
         watched.step(batch, loss_fn)
         reads = counted.count
-    plain.step(batch, loss_fn)
+    with Reads() as optimizers_own:
+        plain.step(batch, loss_fn)
+    reads -= optimizers_own.count
     same = all(torch.equal(a, b) for a, b in zip(plain.ddp.parameters(), watched.ddp.parameters(), strict=True))
     state = 6 * sum(p.nbytes for p in plain.ddp.parameters())
     peak = torch.cuda.max_memory_allocated() - peak_before - state if kind == "cuda" else 0
