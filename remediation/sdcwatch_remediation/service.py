@@ -62,7 +62,7 @@ class Service:
             sink: receives audit lines; by default each goes to stdout as one JSON line.
             database: an open database; opened as the configuration says by default.
             agents: the way to the node agents; made from the configuration by default.
-            orchestrator: who schedules work onto the nodes, where that is known.
+            orchestrator: who schedules work onto the nodes; built from the configuration by default.
 
         Raises:
             ConfigError: a token file or the database does not fit.
@@ -90,7 +90,7 @@ class Service:
             telemetry=self.telemetry,
             clock=clock,
             schedulers=make_schedulers(config) if schedulers is None else schedulers,
-            orchestrator=orchestrator,
+            orchestrator=orchestrator or make_orchestrator(config),
         )
         self.worker = Worker(self.context)
         self.traces = trace_export.make(
@@ -205,6 +205,11 @@ def make_provider(config: Config) -> Provider:
 def make_schedulers(config: Config) -> tuple[Scheduler, ...]:
     """Build whoever the configuration wants told to keep work off a quarantined node."""
     return (_slurm(config),) if config.actions.isolate == "slurm" else ()
+
+
+def make_orchestrator(config: Config) -> Orchestrator | None:
+    """Return who can say what else runs on a node, and who took it out of service; None where nobody is configured."""
+    return _slurm(config) if config.actions.isolate == "slurm" else None
 
 
 def _slurm(config: Config) -> Slurm:

@@ -14,7 +14,8 @@ from sdcwatch_remediation.actions.slurm import Answer, Slurm, SlurmReplace
 from sdcwatch_remediation.config import check
 from sdcwatch_remediation.errors import ConfigError
 from sdcwatch_remediation.records import Member, Outcome
-from sdcwatch_remediation.settings import Actions
+from sdcwatch_remediation.service import make_orchestrator
+from sdcwatch_remediation.settings import Actions, Config
 from sdcwatch_remediation.testing.provider import FakeProvider, fleet
 from sdcwatch_remediation.testing.rig import Rig, make_rig
 
@@ -207,6 +208,12 @@ def test_slurm_replaces_only_an_instance_of_the_live_inventory() -> None:
     assert replace.replace_request(provider.members[0].instance_id) == {
         "argv": ["scontrol", "update", "nodename=node-0", "state=fail", "reason=Action:Replace"]
     }
+
+
+def test_where_slurm_isolates_the_policy_asks_it_too() -> None:
+    """Other people's work and foreign drains reach the gates; without Slurm nobody is asked."""
+    assert isinstance(make_orchestrator(Config(actions=Actions(isolate="slurm"))), Slurm)
+    assert make_orchestrator(Config()) is None
 
 
 def test_replacing_by_slurm_needs_draining_by_slurm(rig: Rig) -> None:
