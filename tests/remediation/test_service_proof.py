@@ -179,7 +179,7 @@ def test_nonsense_from_agents_is_survived(rig: Rig, raw: bytes) -> None:
         rig.agents[member.instance_id].raw = raw
     rig.rounds(2, seconds=1)
     assert (rig.case()["state"], rig.provider.calls) == ("unproven", [])
-    assert rig.service.telemetry.registry.get_sample_value("sdc_remediation_errors_total", {"where": "case"}) is None
+    assert rig.service.telemetry.registry.get_sample_value("sdc_remediation_errors_total", {"where": "case"}) == 0
 
 
 def test_an_agent_that_never_ends_its_answer_is_given_up(rig: Rig) -> None:
