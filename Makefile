@@ -21,7 +21,7 @@ TEST_WORKERS ?= 2
 PYTHON := .venv/bin/python
 export PATH := $(CURDIR)/.tools/bin:$(CURDIR)/.venv/bin:$(PATH)
 export PYTHON3 TORCH_VERSION TORCH_INDEX
-CODE := exporter remediation tests $(wildcard alert_rules demo dashboards benchmarks)
+CODE := exporter remediation tests $(wildcard alert_rules demo dashboards benchmarks examples)
 
 .PHONY: help setup bench setup-integrations campaign-alerts campaign-heal campaign-remediation mutants demo dashboards-preview test test-integrations lint types imports unit format lock clean distclean
 
@@ -56,7 +56,7 @@ imports: setup ## who may import whom (import-linter)
 
 unit: setup
 	@echo "[test] core tests, $(TEST_WORKERS) at a time"
-	@$(PYTHON) -m pytest -n $(TEST_WORKERS) -m "not integration" $(PYTEST_ARGS)
+	@$(PYTHON) -m pytest -n $(TEST_WORKERS) -m "not integration and not libraries" $(PYTEST_ARGS)
 
 setup-integrations: setup
 	@setup/integrations.sh
@@ -64,6 +64,11 @@ setup-integrations: setup
 test-integrations: setup-integrations ## the heavier tests, marked `integration`: whole runs with every program
 	@echo "[test] integration tests"
 	@$(PYTHON) -m pytest -m integration -v $(PYTEST_ARGS)
+
+test-libraries: setup ## the examples on transformers and Accelerate, with a fault that is caught
+	@setup/libraries.sh
+	@echo "[test] examples on the real libraries"
+	@.venv-libraries/bin/python -m pytest -m libraries -v tests/libraries $(PYTEST_ARGS)
 
 mutants: setup ## break each verdict rule once, in a copy: does a test turn red?
 	@$(PYTHON) tests/exporter/break_verdict_rules.py
@@ -97,4 +102,4 @@ clean: ## remove what tests and the demo left behind
 	rm -rf .cache demo/out dashboards/out benchmarks/out .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 
 distclean: clean ## the same, and .venv and .tools: the next command sets up from nothing
-	rm -rf .venv .tools
+	rm -rf .venv .venv-libraries .tools

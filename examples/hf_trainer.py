@@ -1,0 +1,28 @@
+"""transformers' Trainer with sdcwatch: torchrun --nproc-per-node=3 examples/hf_trainer.py (CPU, no download)."""
+
+from __future__ import annotations
+
+import tempfile
+
+import torch
+from sdcwatch.integrations import hf
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+
+
+def main() -> None:
+    torch.manual_seed(1)
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_positions=16, n_embd=32, n_layer=2, n_head=2))
+    tokens = torch.randint(64, (96, 16), generator=torch.Generator().manual_seed(2))
+    data = [{"input_ids": row, "labels": row} for row in tokens]
+    arguments = TrainingArguments(
+        output_dir=tempfile.mkdtemp(), max_steps=8, per_device_train_batch_size=2, gradient_accumulation_steps=2,
+        use_cpu=True, ddp_backend="gloo", report_to=[], save_strategy="no", logging_strategy="no", disable_tqdm=True,
+        dataloader_pin_memory=False,
+    )  # fmt: skip
+    trainer = Trainer(model=model, args=arguments, train_dataset=data)
+    hf.watch(trainer, replay_every=2)  # sdcwatch
+    trainer.train()
+
+
+if __name__ == "__main__":
+    main()

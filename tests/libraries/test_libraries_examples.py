@@ -1,0 +1,71 @@
+"""Each example on the real library, on three ranks: clean without a fault, and with one the right rank is told."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sdcwatch.run_report import facts
+
+ROOT = Path(__file__).resolve().parents[2]
+#: Example -> (its library, whether replay runs).
+EXAMPLES = {
+    "hf_trainer.py": ("transformers", True),
+    "accelerate_loop.py": ("accelerate", True),
+}
+Require = Callable[[str], Path]
+pytestmark = [pytest.mark.libraries, pytest.mark.timeout(300)]
+
+
+def run(example: str, folder: Path, fault_rank: str) -> tuple[facts.RunFacts, list[Any]]:
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("SDCWATCH_", "SLURM_"))} | {
+        "SDCWATCH_JOB": "library", "SDCWATCH_AGENT": "off", "TEST_SPOOLS": str(folder), "TEST_FAULT_RANK": fault_rank,
+        "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "",
+    }  # fmt: skip
+    words = ["-m", "torch.distributed.run", "--nproc-per-node=3", "--master-addr=127.0.0.1", "--master-port=0"]
+    done = subprocess.run(
+        [sys.executable, *words, "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1",
+         str(ROOT / "tests/libraries/one_rank.py"), str(ROOT / "examples" / example)],
+        env=environment, capture_output=True, text=True, timeout=280, cwd=folder,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+    found = facts.jobs([folder])
+    assert list(found) == ["library"]
+    verdicts = [
+        json.loads(line.partition("SDCWATCH_VERDICT ")[2])["event"]
+        for line in done.stderr.splitlines()
+        if "SDCWATCH_VERDICT " in line
+    ]
+    return facts.read("library", found["library"], None), verdicts
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_a_clean_run_is_watched_and_nobody_is_told(example: str, tmp_path: Path, require: Require) -> None:
+    """Every step is checked, replay audits where it can, and there is no event."""
+    library, replays = EXAMPLES[example]
+    require(f"module:{library}")
+    seen, verdicts = run(example, tmp_path, "")
+    assert verdicts == []
+    ran = {check.name: check.ran for check in seen.checks}
+    assert ran["gradient_checksum"] >= 6
+    assert ran["weight_checksum"] >= 6
+    assert bool(ran["replay"]) == replays, seen.checks
+    assert seen.state == "finished"
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_a_flipped_bit_is_caught(example: str, tmp_path: Path, require: Require) -> None:
+    """Memory of rank 1 changes one bit of one weight: the event names rank 1 as the one that differs, at once."""
+    library, _ = EXAMPLES[example]
+    require(f"module:{library}")
+    seen, verdicts = run(example, tmp_path, "1")
+    assert verdicts
+    first = verdicts[0]
+    assert (first["check"], first["differing"], first["kind"]) == ("weight_checksum", [1], "inconclusive")
+    assert seen.events
