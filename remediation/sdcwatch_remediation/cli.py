@@ -1,6 +1,7 @@
 """The command `sdcwatch-remediation`.
 
-What it does: writes and checks the configuration, serves, lets a person look, approve, reject, pause and resume.
+What it does: writes and checks the configuration, serves, lets a person look, approve, reject, hold, cancel, pause
+and resume.
 What it never does: touch the database or a node itself; all but `init`, `serve` and `simulate` talk to a running
 service.
 Exit status: 0 done, 1 a problem that it says, 2 wrong use.
@@ -27,6 +28,8 @@ from sdcwatch_remediation.config import default_file, load, read
 from sdcwatch_remediation.errors import ConfigError, RemediationError, ServiceError
 
 DEFAULT_CONFIG = "sdcwatch-remediation.toml"
+#: A page knows the instance and not the case, so what it tells people to type takes either.
+BY_INSTANCE = ("show", "hold", "unhold", "cancel")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -64,6 +67,9 @@ def _parser() -> argparse.ArgumentParser:
         ("show", "show one case whole", _show),
         ("approve", "approve the request that a case shows", _approve),
         ("reject", "reject a case", _reject),
+        ("hold", "keep the service from acting on one case until `unhold`", _decide),
+        ("unhold", "let the service act on a held case again", _decide),
+        ("cancel", "end a case where it stands", _decide),
         ("pause", "stop every action at its next step", _pause),
         ("resume", "end the pause", _resume),
     ):
@@ -72,11 +78,14 @@ def _parser() -> argparse.ArgumentParser:
         added.add_argument("--token-file", help="default: the one that the configuration names for this")
         added.add_argument("--ca-file", help="PEM certificates to trust, for TLS")
         added.add_argument("--json", action="store_true", help="print the answer as JSON")
-        if name in ("show", "approve", "reject"):
-            added.add_argument("case", nargs="?" if name == "show" else None, help="case id")
-        if name == "show":
+        if name in BY_INSTANCE:
+            added.add_argument("case", nargs="?", help="case id")
             added.add_argument("--instance", metavar="ID", help="instead of a case id: the instance's newest case")
-        if name in ("approve", "reject", "pause", "resume"):
+        elif name in ("approve", "reject"):
+            added.add_argument("case", help="case id")
+        if name in ("hold", "unhold", "cancel"):
+            added.set_defaults(decision=name)
+        if name not in ("cases", "show"):
             added.add_argument("--by", help="who decides; default: the login name")
             added.add_argument("--reason", default="", help="why")
         if name == "approve":
@@ -156,17 +165,21 @@ def _cases(arguments: argparse.Namespace) -> int:
 
 
 def _show(arguments: argparse.Namespace) -> int:
-    if (arguments.case is None) == (arguments.instance is None):
-        raise ConfigError("give a case id, or --instance with the instance id that the page names")
     with _client(arguments, "cases") as client:
-        if arguments.instance is not None:
-            arguments.case = _newest_of(client, arguments.instance)
-        case = client.get(f"/v1/cases/{_case_id(arguments)}")
+        case = client.get(_case_path(arguments, client))
     if arguments.json:
         return _print_json(case)
     with _understood():
         _show_whole(case, Console())
     return 0
+
+
+def _case_path(arguments: argparse.Namespace, client: Client) -> str:
+    if (arguments.case is None) == (arguments.instance is None):
+        raise ConfigError("give a case id, or --instance with the instance id that the page names")
+    if arguments.instance is not None:
+        arguments.case = _newest_of(client, arguments.instance)
+    return f"/v1/cases/{_case_id(arguments)}"
 
 
 def _newest_of(client: Client, instance: str) -> str:
@@ -223,6 +236,19 @@ def _agreed(question: str) -> bool:
 
 def _reject(arguments: argparse.Namespace) -> int:
     return _post(arguments, "approve", f"/v1/cases/{_case_id(arguments)}/reject")
+
+
+def _decide(arguments: argparse.Namespace) -> int:
+    """`hold`, `unhold` and `cancel`: the last word of the route is the command's own name."""
+    person = _person(arguments)
+    with _client(arguments, "approve") as client:
+        case = client.post(f"{_case_path(arguments, client)}/{arguments.decision}", person)
+    if arguments.json:
+        return _print_json(case)
+    with _understood():
+        held = f", held by {case['held_by']}" if case["held_by"] else ""
+        print(f"{case['id']} is {case['state']}{held}")
+    return 0
 
 
 def _pause(arguments: argparse.Namespace) -> int:

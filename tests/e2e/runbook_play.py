@@ -189,8 +189,11 @@ def try_agent(desk: Desk, name: str, command: str) -> Given:
 
 def works(command: str, done: subprocess.CompletedProcess[str]) -> bool:
     """Whether the command did what the runbook says it does."""
-    if " approve " in command:  # the demo's service acts by itself, so its case is closed when somebody looks
-        return done.returncode == 1 and "does not wait for an approval (state closed)" in done.stderr
+    # The demo's service acts by itself, so its case is over when somebody looks, and the service says so.
+    over = {" approve ": "does not wait for an approval (state closed)", "hold ": "is over: there is nothing to hold"}
+    for word, said in over.items():
+        if word in command:
+            return done.returncode == 1 and said in done.stderr
     return done.returncode == 0
 
 

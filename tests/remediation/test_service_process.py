@@ -173,6 +173,11 @@ def test_an_operator_looks_approves_and_pauses_from_the_shell(
     assert case in capsys.readouterr().out
     assert cli.main(["pause", *where, "--by", "Ada", "--reason", "drill"]) == 0
     assert cli.main(["resume", *where, "--by", "Ada"]) == 0
+    assert cli.main(["hold", "--instance", members[1].instance_id, *where, "--by", "Ada", "--reason", "first"]) == 0
+    assert "held by Ada: first" in capsys.readouterr().out
+    assert cli.main(["hold", case, "--instance", members[1].instance_id, *where]) == 2
+    assert cli.main(["unhold", case, *where, "--by", "Ada"]) == 0
+    assert "held by" not in capsys.readouterr().out
     assert cli.main(["approve", "case-nothing", *where, "--yes"]) == 1
     assert cli.main(["approve", case, *where, "--by", "Ada", "--yes"]) == 0
     process.until("closed")
