@@ -76,7 +76,7 @@ import {package} as package
 found = {{}}
 walk = pkgutil.walk_packages(package.__path__, package.__name__ + ".", onerror=lambda name: None)
 for name in [package.__name__, *(module.name for module in walk)]:
-    if name.endswith("__main__"):
+    if name.endswith("__main__") or ".migrations." in name:  # Alembic runs those itself, inside a migration
         continue
     try:
         importlib.import_module(name)
