@@ -15,7 +15,7 @@ def postgres(repository: Path) -> Iterator[PostgresServer]:
     """A server of our own on loopback; a skip by name where PostgreSQL is missing, and a failure in CI."""
     found = programs(repository / ".tools" / "postgresql" / "bin")
     if found is None:
-        message = "initdb and postgres are missing: run `make setup`"
+        message = "initdb and postgres are missing: run `make setup-integrations`"
         if os.environ.get("CI") == "true":
             pytest.fail(message, pytrace=False)
         pytest.skip(message)
@@ -23,7 +23,7 @@ def postgres(repository: Path) -> Iterator[PostgresServer]:
         yield server
 
 
-@pytest.fixture(params=["sqlite", "postgresql"])
+@pytest.fixture(params=["sqlite", pytest.param("postgresql", marks=pytest.mark.integration)])
 def database_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     """The URL of an empty database, once for each kind that the service supports."""
     if request.param == "sqlite":
