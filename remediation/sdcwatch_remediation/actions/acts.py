@@ -6,8 +6,9 @@ was never recorded (a crash) or whose outcome is unknown is not repeated blindly
 took.
 What it never does: more than `ACTS_A_ROUND` acts in one round, or one act on one target more than `TRIES` times in
 one case.
-Its place: `actions/isolate` calls `isolate` once the suspect's own agent was told, `actions/resume` calls `restore`
-for a case that a person rejected. Every gate has been asked just before.
+Its place: `actions/isolate` calls `isolate` once the suspect's own agent was told; every gate has been asked just
+before. Nothing in the service calls `restore` yet: a person gives the node of a rejected case back, as
+docs/remediation.md says.
 """
 
 from __future__ import annotations
