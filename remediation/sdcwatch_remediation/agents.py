@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,7 @@ class LatchAnswer:
 
 
 class AgentClient:
-    """Asks agents; safe to use from one thread at a time."""
+    """Asks agents; safe to use from several threads."""
 
     def __init__(self, settings: Agents, clock: Callable[[], float]) -> None:
         """Use the `[agents]` settings; `clock` returns unix seconds and stamps what was fetched.
@@ -87,6 +88,24 @@ class AgentClient:
         token = _first_line(self._settings.latch_token_file)
         body = latch_body(latch_id=latch_id, decision=decision, instance_id=instance_id, case_id=case_id, by=by)
         return self._each(members, lambda member: self._latch(member, token, body))
+
+    def clocks(self, members: Sequence[Member]) -> list[float | None]:
+        """Return by how many seconds each agent's clock is ahead of ours (whole seconds), None where none was shown."""
+        return self._each(members, self._ahead)
+
+    def _ahead(self, member: Member) -> float | None:
+        name = {"sni_hostname": self._settings.server_name} if self._settings.server_name else {}
+        try:
+            url = self._url(member, "/healthz")
+            with self._http.stream("GET", url, extensions=name) as response:
+                return parsedate_to_datetime(response.headers["Date"]).timestamp() - self._clock()
+        except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError):
+            return None
+
+    def _url(self, member: Member, path: str) -> httpx.URL:
+        # A host name here would be looked up, so the address must be an address.
+        host = str(ipaddress.ip_address(member.address))
+        return httpx.URL(scheme=self._settings.scheme, host=host, port=self._settings.port, path=path)
 
     def _each(self, members: Sequence[Member], ask: Callable[[Member], Any]) -> list[Any]:
         if not members:
@@ -144,9 +163,7 @@ class AgentClient:
         parameters: dict[str, str] | None = None,
         body: dict[str, str] | None = None,
     ) -> tuple[int, bytes]:
-        # A host name here would be looked up, so the address must be an address.
-        host = str(ipaddress.ip_address(member.address))
-        url = httpx.URL(scheme=self._settings.scheme, host=host, port=self._settings.port, path=path)
+        url = self._url(member, path)
         headers = {"Authorization": f"Bearer {token}", "Accept": "application/json", "Accept-Encoding": "identity"}
         until = time.monotonic() + self._settings.timeout_seconds
         chunks, size = [], 0

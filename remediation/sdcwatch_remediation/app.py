@@ -8,7 +8,9 @@ Its place: in front of `store` and `ledger`; the outermost layer.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -17,13 +19,16 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.concurrency import run_in_threadpool
 
-from sdcwatch_remediation import alertmanager, signals
+from sdcwatch_remediation import alertmanager, diagnosis, signals
 from sdcwatch_remediation._version import __version__
 from sdcwatch_remediation.cases import Case
 from sdcwatch_remediation.config import is_loopback
 from sdcwatch_remediation.errors import Conflict, NotAlertmanager, StoreUnavailable
 from sdcwatch_remediation.service import Service
 from sdcwatch_remediation.web import pages
+
+DOCTOR_WAIT_SECONDS = 10.0
+"""How long a second question to the doctor waits for the first; it asks every agent, so one at a time is enough."""
 
 
 class Person(BaseModel):
@@ -59,6 +64,7 @@ def make_app(service: Service) -> FastAPI:
     _add_alerts(app, service)
     _add_cases(app, service)
     _add_decisions(app, service)
+    _add_doctor(app, service)
     _add_health(app, service)
     pages.mount(app, service)
     return app
@@ -107,6 +113,23 @@ def _add_cases(app: FastAPI, service: Service) -> None:
         """Show one case whole: timeline, gates, evidence, attempts."""
         _authorize(service, request, "cases")
         return JSONResponse({"schema": 1, **case_view(service, _find(service, case_id))})
+
+
+def _add_doctor(app: FastAPI, service: Service) -> None:
+    one_at_a_time = threading.Lock()
+
+    @app.get("/v1/doctor")
+    def doctor(request: Request) -> JSONResponse:
+        """Tell why nothing would happen now; asks the provider and the agents."""
+        _authorize(service, request, "cases")
+        if not one_at_a_time.acquire(timeout=DOCTOR_WAIT_SECONDS):
+            raise Refused(409, "the doctor is being asked already; come again")
+        try:
+            found = diagnosis.diagnose(service)
+        finally:
+            one_at_a_time.release()
+        head = {"schema": 1, "time": service.clock(), "cluster": service.config.cluster.name}
+        return JSONResponse({**head, "findings": [asdict(finding) for finding in found]})
 
 
 def case_view(service: Service, case: Case) -> dict[str, Any]:

@@ -33,6 +33,7 @@ CATALOG: tuple[Metric, ...] = (
     Metric("sdc_remediation_unknown_outcomes_total", "counter", (), "Replace requests whose outcome was unknown."),
     Metric("sdc_remediation_budget_left", "gauge", ("budget",), "Replacements still allowed (concurrent, per_day)."),
     Metric("sdc_remediation_stopped", "gauge", (), "1 while a pause or the kill switch stops every action."),
+    Metric("sdc_remediation_frozen", "gauge", (), "1 while the database is not the one that was meant."),
     Metric("sdc_remediation_mode", "gauge", ("action", "mode"), "1 for the default mode of each action."),
     Metric("sdc_remediation_settle_seconds", "gauge", (), "Wait after the newest signal before any act."),
     Metric("sdc_remediation_deliveries_total", "counter", ("code",), "Webhook deliveries, by the status answered."),

@@ -15,17 +15,15 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
+from sdcwatch_remediation import display, doctor
 from sdcwatch_remediation._version import __version__
 from sdcwatch_remediation.client import Client
-from sdcwatch_remediation.config import default_file, load, read
+from sdcwatch_remediation.config import load, read
 from sdcwatch_remediation.errors import ConfigError, RemediationError, ServiceError
+from sdcwatch_remediation.install import install
 
 DEFAULT_CONFIG = "sdcwatch-remediation.toml"
 #: A page knows the instance and not the case, so what it tells people to type takes either.
@@ -57,12 +55,14 @@ def _parser() -> argparse.ArgumentParser:
         added.set_defaults(run=run)
         return added
 
-    init = command("init", "write a commented default configuration", _init)
-    init.add_argument("--force", action="store_true", help="overwrite a file that exists")
+    init = command("init", "write a commented configuration and its token files", _init)
+    init.add_argument("--cluster", default="", metavar="NAME", help="the cluster's name, as the job reports it")
+    init.add_argument("--force", action="store_true", help="write the configuration anew; token files are kept")
     command("migrate", "make the database, or take an older one to this version's schema", _migrate)
     serve = command("serve", "run the service", _serve)
     serve.add_argument("--check", action="store_true", help="only check the configuration")
     for name, text, run in (
+        ("doctor", "tell why nothing would happen now, and what to do", _doctor),
         ("cases", "list the cases", _cases),
         ("show", "show one case whole", _show),
         ("approve", "approve the request that a case shows", _approve),
@@ -85,7 +85,9 @@ def _parser() -> argparse.ArgumentParser:
             added.add_argument("case", help="case id")
         if name in ("hold", "unhold", "cancel"):
             added.set_defaults(decision=name)
-        if name not in ("cases", "show"):
+        if name == "doctor":
+            doctor.add_arguments(added)
+        elif name not in ("cases", "show"):
             added.add_argument("--by", help="who decides; default: the login name")
             added.add_argument("--reason", default="", help="why")
         if name == "approve":
@@ -104,14 +106,7 @@ def _simulate(words: Sequence[str]) -> int:
 
 
 def _init(arguments: argparse.Namespace) -> int:
-    try:
-        with arguments.config.open("w" if arguments.force else "x", encoding="utf-8") as file:
-            file.write(default_file())
-    except FileExistsError:
-        raise ConfigError(f"{arguments.config} exists; use --force to overwrite it") from None
-    except OSError as error:
-        raise ConfigError(f"{arguments.config} cannot be written: {error.strerror}") from error
-    print(f"wrote {arguments.config}; set cluster.name and the token files, then `serve --config {arguments.config}`")
+    print(install(arguments.config, cluster=arguments.cluster, force=arguments.force))
     return 0
 
 
@@ -154,13 +149,8 @@ def _cases(arguments: argparse.Namespace) -> int:
         answer = client.get("/v1/cases")
     if arguments.json:
         return _print_json(answer)
-    table = Table("case", "state", "outcome", "node", "instance", "job", "opened", "reason")
     with _understood():
-        for case in answer["cases"]:
-            opened = _when(case["opened_at"])
-            names = ("id", "state", "outcome", "node_name", "instance_id", "job")
-            table.add_row(*(str(case[name]) for name in names), opened, str(case["reason"]))
-    Console().print(table)
+        display.cases(display.console(), answer["cases"])
     return 0
 
 
@@ -170,7 +160,7 @@ def _show(arguments: argparse.Namespace) -> int:
     if arguments.json:
         return _print_json(case)
     with _understood():
-        _show_whole(case, Console())
+        display.case(display.console(), case)
     return 0
 
 
@@ -191,21 +181,17 @@ def _newest_of(client: Client, instance: str) -> str:
     return found
 
 
-def _show_whole(case: dict[str, Any], console: Console) -> None:
-    console.print(f"{case['id']}: {case['state']} {case['outcome']}", markup=False)
-    console.print(f"{case['node_name']} {case['instance_id']} {case['gpu_uuid']}, job {case['job']}", markup=False)
-    console.print(case["reason"], markup=False)
-    gates = Table("gate", "action", "passed", "reason", title="gates")
-    for gate in case["gates"]:
-        gates.add_row(gate["name"], gate["action"], "yes" if gate["passed"] else "NO", gate["reason"])
-    console.print(gates)
-    timeline = Table("time", "step", "detail", title="timeline")
-    for line in case["timeline"]:
-        timeline.add_row(_when(line["time"]), line["step"], json.dumps(line["detail"])[:300])
-    console.print(timeline)
-    if case["request"]:
-        console.print(f"request {case['request_sha256']}:", markup=False)
-        console.print_json(data=case["request"])
+def _doctor(arguments: argparse.Namespace) -> int:
+    try:
+        client = _client(arguments, "cases")
+    except ConfigError as error:
+        if arguments.url or arguments.token_file or arguments.ca_file:
+            raise
+        # The findings say the same about the file itself; here it only means that the service cannot be asked.
+        del error
+        return doctor.run(arguments, None)
+    with client:
+        return doctor.run(arguments, client)
 
 
 def _approve(arguments: argparse.Namespace) -> int:
@@ -215,7 +201,10 @@ def _approve(arguments: argparse.Namespace) -> int:
         case = client.get(path)
         with _understood():
             request, node, digest = case["request"], case["node_name"], case["request_sha256"]
-        print(json.dumps(request, indent=2))
+        if not arguments.json:
+            print(json.dumps(request, indent=2))
+        elif not arguments.yes:
+            raise ConfigError("--json asks nobody; look at the request with `show --json` and add --yes")
         if not arguments.yes and not _agreed(f"{node}: approve exactly this? [y/N] "):
             return 1
         body = {**person, "request_sha256": digest}
@@ -242,13 +231,7 @@ def _decide(arguments: argparse.Namespace) -> int:
     """`hold`, `unhold` and `cancel`: the last word of the route is the command's own name."""
     person = _person(arguments)
     with _client(arguments, "approve") as client:
-        case = client.post(f"{_case_path(arguments, client)}/{arguments.decision}", person)
-    if arguments.json:
-        return _print_json(case)
-    with _understood():
-        held = f", held by {case['held_by']}" if case["held_by"] else ""
-        print(f"{case['id']} is {case['state']}{held}")
-    return 0
+        return _done(arguments, client.post(f"{_case_path(arguments, client)}/{arguments.decision}", person))
 
 
 def _pause(arguments: argparse.Namespace) -> int:
@@ -299,18 +282,17 @@ def _done(arguments: argparse.Namespace, answer: dict[str, Any]) -> int:
     if arguments.json:
         return _print_json(answer)
     with _understood():
-        text = f"{answer['id']} is {answer['state']}" if "id" in answer else f"paused: {answer['paused']}"
-    print(text)
+        if "id" in answer:
+            display.decided(display.console(), answer)
+        else:
+            stopped = f"; still stopped: {answer['stopped']}" if answer.get("stopped") else ""
+            display.console().print(display.clean(f"paused: {answer['paused']}{stopped}"))
     return 0
 
 
 def _print_json(answer: dict[str, Any]) -> int:
     print(json.dumps(answer, indent=2, sort_keys=True))
     return 0
-
-
-def _when(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds, tz=timezone.utc).strftime("%Y-%m-%d %H:%M:%S")
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import ipaddress
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
@@ -110,8 +110,9 @@ def _problems(config: Config) -> Iterator[str]:
         yield f"database.url is not a SQLAlchemy URL: {error}"
 
 
-def default_file() -> str:
-    """Return the commented default configuration that `init` writes."""
+def default_file(known: Mapping[str, object] | None = None) -> str:
+    """Return the commented configuration that `init` writes; `known` are settings that it sets (`section.key`)."""
+    known = known or {}
     lines = [
         "# Configuration of sdcwatch-remediation. Every setting is shown with its default;",
         "# remove the leading '#' of a line to change it. Paths are relative to this file.",
@@ -122,7 +123,8 @@ def default_file() -> str:
             lines.append(
                 f"# {help_text}" + (f" One of: {', '.join(c or '(empty)' for c in choices)}." if choices else "")
             )
-            lines.append(f"# {key} = {_toml(default)}")
+            name = f"{section.name}.{key}"
+            lines.append(f"{key} = {_toml(known[name])}" if name in known else f"# {key} = {_toml(default)}")
     lines += ["", "# Modes of one instance group (quarantine, replace):"]
     lines += ["# [policy.group_modes.workers]", '# quarantine = "auto"', '# replace = "approve"', ""]
     return "\n".join(lines)
@@ -241,15 +243,16 @@ def _resolve_paths(config: Config, folder: Path) -> Config:
         names = [item.name for item in fields(section) if item.name == "file" or item.name.endswith(("_file", "_dir"))]
         return replace(section, **{n: str(folder / getattr(section, n)) for n in names if getattr(section, n)})
 
-    database = config.database
+    database = resolved(config.database)
     try:
         url = make_url(database.url)
     except (ArgumentError, ValueError):
         url = None
     if url is not None and url.get_backend_name() == "sqlite" and url.database not in (None, "", ":memory:"):
-        database = replace(
-            database, url=url.set(database=str(folder / str(url.database))).render_as_string(hide_password=False)
-        )
+        file = str(folder / str(url.database))
+        database = replace(database, url=url.set(database=file).render_as_string(hide_password=False))
+        if not database.mark_file:
+            database = replace(database, mark_file=f"{file}.mark")
     return replace(
         config,
         server=resolved(config.server),

@@ -51,6 +51,8 @@ class Context:
     schedulers: tuple[Scheduler, ...] = ()
     """Who is told to keep work off a quarantined node, besides its own agent."""
     orchestrator: Orchestrator | None = None
+    frozen: str = ""
+    """Why this database is not the one that was meant, so that nothing may be done on it; empty: it is."""
 
     def inventory(self) -> Inventory | None:
         """Read the live inventory, or return None when it cannot be read whole."""
@@ -64,6 +66,8 @@ class Context:
 
     def stop(self) -> str:
         """Return why nothing may be done now, read afresh; empty when nothing stops it."""
+        if self.frozen:
+            return f"frozen: {self.frozen}"
         paused = self.ledger.paused()
         if paused:
             return f"paused by {paused['by']}: {paused['reason']}"
@@ -90,10 +94,19 @@ class Context:
     def decide(self, action: str, case: Case, inventory: Inventory | None) -> tuple[Decision, Facts]:
         """Gather the facts about a case and ask the policy."""
         events, reason = self.proof(case)
+        facts = self.facts(action, case, inventory, events, reason)
+        decision = decide(action, facts, self.config.policy)
+        self.telemetry.decided(decision)
+        return decision, facts
+
+    def facts(
+        self, action: str, case: Case, inventory: Inventory | None, events: tuple[ProvenEvent, ...], reason: str
+    ) -> Facts:
+        """Gather everything that the policy must know about a case, besides what proves it."""
         member = find(inventory, case.instance_id)
         event = events[0].event if events else None
         key = event_key(event.check, event.step) if event else ""
-        facts = Facts(
+        return Facts(
             now=self.clock(),
             cluster=case.cluster,
             instance_id=case.instance_id,
@@ -125,9 +138,6 @@ class Context:
                 case.cluster, dict.fromkeys(gpus(event, case.instance_id) if event else (), case.instance_id)
             ),
         )
-        decision = decide(action, facts, self.config.policy)
-        self.telemetry.decided(decision)
-        return decision, facts
 
     def mode(self, action: str, case: Case) -> str:
         """Return the mode of an action in a case's group."""

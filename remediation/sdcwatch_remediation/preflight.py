@@ -23,7 +23,7 @@ def problems(config: Config) -> Iterator[str]:
     """Yield one sentence for each thing outside the file that the service could not work with."""
     yield from _tls(config.server)
     yield from tokens.problems(config.server)
-    yield from _agents(config.agents)
+    yield from agent_problems(config.agents)
     yield from _database(config.database.url)
     yield from _tracing(config.tracing)
 
@@ -49,7 +49,8 @@ def _tls(server: Server) -> Iterator[str]:
         )
 
 
-def _agents(agents: Agents) -> Iterator[str]:
+def agent_problems(agents: Agents) -> Iterator[str]:
+    """Yield one sentence for each file of `[agents]` that could not be used."""
     for name in ("events_token_file", "latch_token_file"):
         if (path := getattr(agents, name)) and (problem := _token_problem(path)):
             yield f"agents.{name} {path} {problem}; write the agents' token into it"

@@ -23,6 +23,7 @@ from sdcwatch_remediation.agents import AgentClient
 from sdcwatch_remediation.context import Context
 from sdcwatch_remediation.database import Database
 from sdcwatch_remediation.errors import ConfigError, StoreUnavailable
+from sdcwatch_remediation.highwater import HighWater
 from sdcwatch_remediation.lease import Lease
 from sdcwatch_remediation.ledger import Ledger
 from sdcwatch_remediation.records import Orchestrator, Provider
@@ -78,7 +79,17 @@ class Service:
         self.ledger = Ledger(self.store)
         self.agents = agents or AgentClient(config.agents, clock)
         lease = Lease(database, clock, seconds=config.worker.lease_seconds)
-        fenced = Store(database, config.policy, clock, sink or print_line, fence=lease.check)
+        high_water = HighWater(config.database.mark_file)
+        frozen = _frozen(config, database, high_water, self.store.newest_line())
+        fenced = Store(
+            database,
+            config.policy,
+            clock,
+            sink or print_line,
+            fence=lease.check,
+            # A database that was not meant must not become the one that is known.
+            high_water=None if frozen else high_water,
+        )
         self.provider = provider or make_provider(config)
         self.context = Context(
             config=config,
@@ -91,7 +102,9 @@ class Service:
             clock=clock,
             schedulers=make_schedulers(config) if schedulers is None else schedulers,
             orchestrator=orchestrator or make_orchestrator(config),
+            frozen=frozen,
         )
+        fenced.remember()
         self.worker = Worker(self.context)
         self.traces = trace_export.make(
             config.tracing,
@@ -102,9 +115,6 @@ class Service:
         self.telemetry.watch(self._snapshot)
         self._provider_lock = threading.Lock()
         self._provider_seen = (-PROVIDER_CACHE_SECONDS, False)
-        if config.database.id not in ("", database.id):
-            reason = f"database id {database.id} is not the configured {config.database.id}"
-            self.ledger.pause(by="start-up", reason=reason)
 
     def start(self) -> None:
         """Start the worker, and the sender of traces where there is one."""
@@ -123,16 +133,22 @@ class Service:
         self.database.close()
 
     def ready(self) -> dict[str, Any]:
-        """Return what `/readyz` shows: each part, whether it works, and the database's id."""
+        """Return what `/readyz` shows: each part, whether it works, the database's id, and why it is frozen, if so.
+
+        A frozen service is ready: deliveries are kept, and cases are shown.
+        """
         try:
             self.ledger.paused()
             database = True
         except StoreUnavailable:
             database = False
+        parts = {"database": database, "worker": self.worker_lives(), "provider": self._provider_answers()}
+        return {"ready": all(parts.values()), **parts, "database_id": self.database.id, "frozen": self.context.frozen}
+
+    def worker_lives(self) -> bool:
+        """Whether the worker ended a round lately."""
         patience = max(60.0, 10 * self.config.worker.poll_seconds)
-        worker = self.clock() - self.telemetry.last_round < patience
-        parts = {"database": database, "worker": worker, "provider": self._provider_answers()}
-        return {"ready": all(parts.values()), **parts, "database_id": self.database.id}
+        return self.clock() - self.telemetry.last_round < patience
 
     def _provider_answers(self) -> bool:
         with self._provider_lock:
@@ -149,6 +165,7 @@ class Service:
                 (action, mode): float(policy.mode_of(action, "") == mode) for action in ACTIONS for mode in MODES
             },
             "sdc_remediation_settle_seconds": {(): policy.settle_seconds},
+            "sdc_remediation_frozen": {(): float(bool(self.context.frozen))},
         }
         try:
             cases, closed = self.store.cases(open_only=True), self.store.outcomes()
@@ -179,6 +196,17 @@ class Service:
             "sdc_remediation_drill_timestamp_seconds": {(drill,): when for drill, when in drills.items()},
             **settings,
         }
+
+
+def _frozen(config: Config, database: Database, high_water: HighWater, newest_line: int) -> str:
+    pinned = config.database.id
+    if pinned in ("", database.id):
+        return high_water.differs(database.id, newest_line, pinned=bool(pinned))
+    what = "new and empty" if database.created else "another one"
+    return (
+        f"the database {database.id} is {what}, database.id says {pinned}: bring that one back; if its loss is "
+        f"understood, set database.id to {database.id} and restart"
+    )
 
 
 def make_provider(config: Config) -> Provider:

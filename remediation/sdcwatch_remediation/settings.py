@@ -43,7 +43,8 @@ class Database:
 
     url: str = _setting("sqlite:///remediation.sqlite3", "SQLAlchemy URL; a relative SQLite path starts at this file.")
     busy_timeout_seconds: float = _setting(5.0, "How long a write waits for a locked SQLite file.", minimum=0)
-    id: str = _setting("", "Database id this file belongs to (see `readyz`). Another one starts paused. Empty: any.")
+    id: str = _setting("", "The database's id, as `migrate` and `readyz` tell it. Another one is frozen. Empty: any.")
+    mark_file: str = _setting("", "Keeps how far the database had come. Empty: beside a SQLite file, as `.mark`.")
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,7 @@ from sdcwatch_remediation.cases import Case, from_row
 from sdcwatch_remediation.database import Database
 from sdcwatch_remediation.errors import Conflict, StoreUnavailable
 from sdcwatch_remediation.evidence import Copy, read_event
+from sdcwatch_remediation.highwater import HighWater
 from sdcwatch_remediation.settings import Policy
 from sdcwatch_remediation.signals import NoSignal, Signal
 from sdcwatch_remediation.states import INITIAL, STATES, allowed
@@ -50,6 +51,7 @@ class Store:
         sink: Callable[[AuditLine], None] = lambda line: None,
         *,
         fence: Callable[[Connection], None] | None = None,
+        high_water: HighWater | None = None,
     ) -> None:
         """Use an open database.
 
@@ -59,12 +61,14 @@ class Store:
             clock: returns unix seconds.
             sink: receives every audit line after its commit.
             fence: asked at the beginning of every write transaction; raises when this writer's lease is lost.
+            high_water: where it is kept how far the database has come.
         """
         self.database = database
         self.policy = policy
         self.clock = clock
         self._sink = sink
         self._fence = fence
+        self.high_water = high_water
 
     @contextmanager
     def write(self, *, fenced: bool = True) -> Iterator[Connection]:
@@ -220,6 +224,13 @@ class Store:
         query = select(table.c.outcome, func.count()).where(table.c.closed_at.is_not(None)).group_by(table.c.outcome)
         with self.database.read() as connection:
             return {str(outcome): int(count) for outcome, count in connection.execute(query)}
+
+    def last_delivery(self) -> float | None:
+        """Return when the newest delivery came, in unix seconds; None: never."""
+        table = schema.deliveries
+        with self.database.read() as connection:
+            newest = connection.execute(select(table.c.received_at).order_by(table.c.id.desc()).limit(1)).scalar()
+        return None if newest is None else float(newest)
 
     def drills(self) -> dict[str, float]:
         """Return when the alert of each of the newest drills first arrived, in unix seconds, by drill id."""
@@ -414,8 +425,21 @@ class Store:
 
     def publish(self, lines: Iterable[AuditLine]) -> None:
         """Hand committed audit lines to the sink."""
+        lines = list(lines)
+        if self._fence is not None and any(line["step"].endswith("_requested") for line in lines):
+            self.remember()  # before the act that was requested: a copy of the database from before it is told by this
         for line in lines:
             self._sink(line)
+
+    def remember(self) -> None:
+        """Write down outside the database how far it has come."""
+        if self.high_water is not None:
+            self.high_water.rise(self.database.id, self.newest_line())
+
+    def newest_line(self) -> int:
+        """Return the id of the newest audit line; 0 while there is none."""
+        with self.database.read() as connection:
+            return int(connection.execute(select(func.max(schema.audit.c.id))).scalar() or 0)
 
 
 def is_retired(connection: Connection, cluster: str, instance_id: str) -> bool:

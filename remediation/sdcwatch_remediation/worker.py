@@ -82,6 +82,7 @@ class Worker:
             self._watch()
         except Conflict as error:
             log.info("%s", error)
+        self.context.store.remember()
         self.context.telemetry.round_ended(self.context.clock())
 
     def _advance(self, case: Case) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -77,17 +79,66 @@ def test_group_modes_override_action_modes_override_the_mode() -> None:
     assert [policy.mode_of(a, "spot") for a in ("quarantine", "replace")] == ["observe", "observe"]
 
 
-def test_init_writes_every_setting_and_reads_back_as_the_defaults(tmp_path: Path) -> None:
+def test_the_default_file_reads_back_as_the_defaults() -> None:
     """Uncommenting any line of the written file is valid TOML with the same default value."""
-    path = tmp_path / "made.toml"
-    assert cli.main(["init", "--config", str(path)]) == 0
-    assert cli.main(["init", "--config", str(path)]) == 2
-    lines = path.read_text().splitlines()
+    lines = config.default_file().splitlines()
     settings_lines = [line[2:] if line.startswith("# ") and " = " in line else line for line in lines]
     import tomllib
 
     tree = tomllib.loads("\n".join(line for line in settings_lines[:-5] if not line.startswith("#")))
     assert config.parse(tree) == settings.Config()
+
+
+def test_init_writes_a_configuration_that_serves_and_secrets_nobody_else_reads(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every role has its own random token (0600), the database's id is pinned, and `migrate` makes it under that id."""
+    from sdcwatch_remediation.database import Database
+    from sdcwatch_remediation.install import TOKENS
+
+    path = tmp_path / "made.toml"
+    old = os.umask(0)
+    try:
+        assert cli.main(["init", "--config", str(path), "--cluster", "demo"]) == 0
+    finally:
+        os.umask(old)
+    said = capsys.readouterr().out
+    files = [tmp_path / name for name in TOKENS.values()]
+    tokens = [file.read_text().strip() for file in files]
+    assert len(set(tokens)) == len(TOKENS) == 6
+    assert all(len(token) >= 43 for token in tokens)
+    assert not any(token in said for token in tokens)
+    assert {stat.S_IMODE(file.stat().st_mode) for file in (path, *files)} == {0o600}
+    made = config.load(path)
+    assert (made.policy.mode, made.cluster.name) == ("observe", "demo")
+    assert cli.main(["migrate", "--config", str(path)]) == 0
+    database = Database(made.database.url)
+    assert database.id == made.database.id != ""
+    database.close()
+
+
+@pytest.mark.parametrize("there", ["made.toml", "approve.token", "link"])
+def test_init_overwrites_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str], there: str) -> None:
+    """A configuration, a secret or a dangling link in the way: status 2, the file is named, nothing is written."""
+    if there == "link":
+        there = "latch.token"
+        (tmp_path / there).symlink_to(tmp_path / "nowhere")
+    else:
+        (tmp_path / there).write_text("mine")
+    assert cli.main(["init", "--config", str(tmp_path / "made.toml")]) == 2
+    assert str(tmp_path / there) in capsys.readouterr().err
+    assert [file.name for file in tmp_path.iterdir()] == [there]
+
+
+def test_init_by_force_keeps_the_secrets(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The configuration is written anew; a token that others use already stays what it is."""
+    path = tmp_path / "made.toml"
+    path.write_text("mine")
+    (tmp_path / "alerts.token").write_text("in-use\n")
+    assert cli.main(["init", "--force", "--config", str(path)]) == 0
+    assert "kept what was there: alerts.token" in capsys.readouterr().out
+    assert (tmp_path / "alerts.token").read_text() == "in-use\n"
+    assert config.read(path).database.id
 
 
 def test_paths_are_relative_to_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

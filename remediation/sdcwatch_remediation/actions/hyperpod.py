@@ -224,6 +224,20 @@ class HyperPod:
         finally:
             client.close()
 
+    def try_actor(self) -> str | None:
+        """Take the actor's role once and give it up; return the problem (empty: none), or None where there is no role.
+
+        Nothing is asked of SageMaker: it has no dry run, and a replace call is never a test.
+        """
+        if not self._actor_role_arn:
+            return None
+        try:
+            # The role trusts sessions that are named as cases are.
+            self._actor_client("case-000000000000").close()
+        except (BotoCoreError, ClientError, ValueError, KeyError) as error:
+            return f"{type(error).__name__}: {error}"[:MESSAGE_LIMIT]
+        return ""
+
     def _actor_client(self, case_id: str) -> Any:
         if SESSION_NAME.fullmatch(case_id) is None:
             raise ValueError(f"{case_id[:80]!r} cannot name a session; nothing was sent")
