@@ -19,7 +19,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.concurrency import run_in_threadpool
 
-from sdcwatch_remediation import alertmanager, diagnosis, signals
+from sdcwatch_remediation import alertmanager, diagnosis, peers, signals
 from sdcwatch_remediation._version import __version__
 from sdcwatch_remediation.cases import Case
 from sdcwatch_remediation.config import is_loopback
@@ -240,7 +240,8 @@ def _add_health(app: FastAPI, service: Service) -> None:
 
 
 def _authorize(service: Service, request: Request, scope: str) -> None:
-    refusal = service.tokens.refuse(request.headers.get("authorization"), scope)
+    reporter = peers.reports(request.scope, service.config.server.client_names)
+    refusal = service.tokens.refuse(request.headers.get("authorization"), scope, reporter=reporter)
     if refusal is not None:
         service.telemetry.count("sdc_remediation_auth_failures_total", refusal.reason.split(" ")[0])
         raise Refused(refusal.status, refusal.reason)

@@ -81,10 +81,10 @@ def _raise(problems: list[str]) -> None:
 def _problems(config: Config) -> Iterator[str]:
     if not config.cluster.name:
         yield "cluster.name is empty; set it to the cluster's name as the training job reports it"
-    for name in ("server.alerts_token_file", "agents.events_token_file"):
-        section, key = name.split(".")
-        if not getattr(getattr(config, section), key):
-            yield f"{name} is empty; name a file that holds the token"
+    if not (config.server.alerts_token_file or config.server.client_ca_file):
+        yield "server.alerts_token_file is empty; name a file that holds the token (or set server.client_ca_file)"
+    if not config.agents.events_token_file:
+        yield "agents.events_token_file is empty; name a file that holds the token"
     for name, port in (("server.port", config.server.port), ("agents.port", config.agents.port)):
         if port > HIGHEST_PORT:
             yield f"{name} must be at most {HIGHEST_PORT}, not {port}"
@@ -198,6 +198,13 @@ def _bind_problems(config: Config) -> Iterator[str]:
     server = config.server
     if bool(server.tls_cert_file) != bool(server.tls_key_file):
         yield "server.tls_cert_file and server.tls_key_file go together; set both or neither"
+    if bool(server.client_ca_file) != bool(server.client_names):
+        yield "server.client_ca_file and server.client_names go together; name an authority, and who of it may deliver"
+    elif server.client_ca_file and not server.tls_cert_file:
+        yield "server.client_ca_file needs TLS here; set server.tls_cert_file and tls_key_file"
+    for name in server.client_names:
+        if not name.startswith(("DNS:", "URI:", "CN:")) or not name.partition(":")[2].strip():
+            yield f"server.client_names: {name!r} is none of 'DNS:name', 'URI:spiffe://...', 'CN:name'"
     if not (is_loopback(server.host) or server.tls_cert_file or server.behind_proxy):
         yield (
             f"server.host {server.host!r} is not loopback and TLS is off; set server.tls_cert_file and tls_key_file, "

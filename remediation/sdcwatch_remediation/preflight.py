@@ -29,6 +29,11 @@ def problems(config: Config) -> Iterator[str]:
 
 
 def _tls(server: Server) -> Iterator[str]:
+    if server.client_ca_file:
+        try:
+            ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=server.client_ca_file)
+        except (OSError, ValueError) as error:
+            yield f"server.client_ca_file {server.client_ca_file} cannot be read as PEM certificates: {error}"
     if not (server.tls_cert_file and server.tls_key_file):
         return
     missing = False

@@ -10,12 +10,14 @@ from __future__ import annotations
 import logging
 import signal
 import socket
+import ssl
 import sys
 
 import uvicorn
 
 from sdcwatch_remediation.app import make_app
 from sdcwatch_remediation.errors import ConfigError
+from sdcwatch_remediation.peers import PeerProtocol
 from sdcwatch_remediation.service import Service, print_line
 from sdcwatch_remediation.settings import Config, Server
 
@@ -33,17 +35,7 @@ def serve(config: Config) -> int:
     host, port = listener.getsockname()[:2]
     scheme = "https" if config.server.tls_cert_file else "http"
     where = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
-    server = uvicorn.Server(
-        uvicorn.Config(
-            make_app(service),
-            log_config=None,
-            access_log=False,
-            lifespan="off",
-            ssl_certfile=config.server.tls_cert_file or None,
-            ssl_keyfile=config.server.tls_key_file or None,
-            timeout_graceful_shutdown=10,
-        )
-    )
+    server = make_server(service)
     for number in (signal.SIGTERM, signal.SIGINT):
         # uvicorn raises the signal again once it has ended; ours lets the `finally` below close the service then.
         signal.signal(number, lambda *_: None)
@@ -62,6 +54,26 @@ def serve(config: Config) -> int:
         service.close()
         listener.close()
     return 0
+
+
+def make_server(service: Service) -> uvicorn.Server:
+    """Put uvicorn around a service, with TLS and clients' certificates as its configuration says."""
+    server = service.config.server
+    return uvicorn.Server(
+        uvicorn.Config(
+            make_app(service),
+            http=PeerProtocol,
+            log_config=None,
+            access_log=False,
+            lifespan="off",
+            ssl_certfile=server.tls_cert_file or None,
+            ssl_keyfile=server.tls_key_file or None,
+            ssl_ca_certs=server.client_ca_file or None,
+            # People, probes and Prometheus come without a certificate, on the same port. Whoever shows one is verified.
+            ssl_cert_reqs=ssl.CERT_OPTIONAL if server.client_ca_file else ssl.CERT_NONE,
+            timeout_graceful_shutdown=10,
+        )
+    )
 
 
 def _bind(server: Server) -> socket.socket:

@@ -30,7 +30,11 @@ class Server:
     tls_cert_file: str = _setting("", "PEM certificate chain; with tls_key_file it turns TLS on.")
     tls_key_file: str = _setting("", "PEM private key.")
     behind_proxy: bool = _setting(False, "True: something in front ends TLS, so a wider address without it is meant.")
-    alerts_token_file: str = _setting("", "Tokens Alertmanager uses, one a line, at most two at once. Required.")
+    client_ca_file: str = _setting("", "PEM authorities of clients' certificates (mTLS); with client_names.")
+    client_names: tuple[str, ...] = _setting(
+        (), "Certificates that may deliver alerts, and nothing else: 'DNS:name', 'URI:spiffe://...' or 'CN:name'."
+    )
+    alerts_token_file: str = _setting("", "Tokens Alertmanager uses, at most two at once. Required without mTLS.")
     cases_token_file: str = _setting("", "Tokens that may read cases. Empty: nobody reads cases with one.")
     approve_token_file: str = _setting("", "Tokens that may approve and reject. Empty: nobody can.")
     admin_token_file: str = _setting("", "Tokens that may pause and resume. Empty: nobody can.")

@@ -48,8 +48,16 @@ class Tokens:
         if found := list(_open(server, self._files)):
             raise ConfigError("\n".join(found))
 
-    def refuse(self, authorization: str | None, scope: str) -> Refusal | None:
-        """Return why a request with this `Authorization` header may not use `scope`, or None when it may."""
+    def refuse(self, authorization: str | None, scope: str, *, reporter: bool = False) -> Refusal | None:
+        """Return why a request with this `Authorization` header may not use `scope`, or None when it may.
+
+        Args:
+            authorization: the header, or None.
+            scope: a key of `SCOPES`.
+            reporter: the connection has the certificate of one that reports alerts; that outweighs every token.
+        """
+        if reporter:
+            return None if scope == "alerts" else Refusal(403, f"a certificate that reports may not use {scope}")
         kind, _, token = (authorization or "").partition(" ")
         presented = token.strip().encode("utf-8", "surrogateescape")
         if kind.lower() != "bearer" or not presented:

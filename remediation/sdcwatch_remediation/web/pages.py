@@ -21,6 +21,7 @@ from fastapi.responses import HTMLResponse, RedirectResponse, Response
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from starlette.concurrency import run_in_threadpool
 
+from sdcwatch_remediation import peers
 from sdcwatch_remediation.cases import Case
 from sdcwatch_remediation.errors import Conflict, StoreUnavailable
 from sdcwatch_remediation.evidence import canonical_json
@@ -65,7 +66,9 @@ class Pages:
         return HTMLResponse(text, status_code=status, headers=HEADERS)
 
     def who(self, request: Request) -> sessions.Session | None:
-        """Return who is signed in."""
+        """Return who is signed in; a connection with the certificate of one that reports alerts is nobody's."""
+        if peers.reports(request.scope, self.service.config.server.client_names):
+            return None
         cookie = request.cookies.get(sessions.COOKIE, "")
         return sessions.read(self.service.tokens, cookie, time.time())
 
@@ -140,6 +143,8 @@ class Pages:
     async def login(self, request: Request) -> Response:
         """Exchange a token for a session."""
         form = await self._form(request) or {}
+        if peers.reports(request.scope, self.service.config.server.client_names):
+            form = {}
         cookie = sessions.sign_in(
             self.service.tokens, form.get("token", "").strip(), form.get("by", "").strip(), time.time()
         )
