@@ -34,7 +34,7 @@ from benchmarks.campaign.pool import Answer, Job, Pool, run_all
 from benchmarks.campaign.score import BROKEN, score, score_sdcguard
 
 #: Steps of each healthy run: so many that the comparisons of all of them pass 100,000.
-HEALTHY_STEPS, QUICK_STEPS = 24, 12
+HEALTHY_STEPS, QUICK_STEPS = 34, 12
 #: Faults between two healthy runs: a campaign that was stopped early has some of each.
 BETWEEN = 5
 
@@ -152,7 +152,8 @@ def _healthy_jobs(quick: bool) -> Iterable[tuple[str, tuple[int, tuple[Any, ...]
 def _fault(case: Case, answer: Answer) -> dict[str, Any]:
     if answer.error:
         nothing: dict[str, Any] = {"seen_step": None, "first": None, "struck": [], "elements": 0, "peers": {}}
-        return {**nothing, "outcome": BROKEN, "error": answer.error, "times_bound": 0.0, "agreed": False, "failures": 1}
+        failed = {"error": answer.error, "times_bound": 0.0, "loud_step": None, "agreed": False, "failures": 1}
+        return {**nothing, "outcome": BROKEN, **failed}
     return {**score(case, answer.values), "cpu": round(answer.cpu, 3)}
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from benchmarks.campaign.cases import REDUCE, REPLAYED, Case
-from benchmarks.campaign.score import MISSED
+from benchmarks.campaign.score import CLEAR, MISSED
 
 UNKNOWN = "unknown: a bug"
 ONE_NODE = "one node: there is no other to replay on"
@@ -32,7 +32,7 @@ def cause(case: Case, result: dict[str, Any]) -> str | None:
             return EDGES
     if case.location in REDUCE:
         times = result["times_bound"]
-        if times is not None and times < 2.1:
+        if times is not None and times < CLEAR:
             return BELOW
         if result["elements"] > 1:
             return CANCELLED

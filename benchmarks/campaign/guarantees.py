@@ -73,7 +73,7 @@ def of_faults(rows: Sequence[Row]) -> list[Guarantee]:
     transient = [(c, r) for c, r in audited if c.mode != "persistent" or c.location == "local_gradient"]
     some = [(c, r) for c, r in place("ring_forward", "tree_forward", "reduced_gradient", "reduced_gradient_some")]
     alike = [(c, r) for c, r in after if c.location == "reduced_gradient_all"]
-    above = [(c, r) for c, r in alike if r["elements"] == 1 and (r["times_bound"] is None or r["times_bound"] > 2.1)]
+    above = [(c, r) for c, r in alike if r["loud_step"] is not None]
     runs = [(c, r) for c, r in struck if c.group == OTHER_RUN and c.call == 0]
     begun = nodes((c, r) for c, r in struck if c.group == FROM_START and c.location in COMPUTE)
     return [
@@ -128,7 +128,11 @@ def of_faults(rows: Sequence[Row]) -> list[Guarantee]:
         _says(
             "a wrong reduced gradient, the same on all ranks, one element above the bound: seen at the same step",
             above,
-            lambda c, r: r["seen_step"] == r["struck"][0] and r["first"]["check"] == "allreduce_conservation",
+            lambda c, r: (
+                r["seen_step"] in r["struck"]
+                and r["seen_step"] <= r["loud_step"]  # earlier: a smaller change was seen already
+                and r["first"]["check"] == "allreduce_conservation"
+            ),
         ),
         _says(
             "checkpoint bytes that rot: found before they are loaded",

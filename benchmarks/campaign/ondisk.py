@@ -46,6 +46,7 @@ def run(case: Case, scratch: Path) -> dict[str, Any]:
         "elements": changed,
         "error": None,
         "times_bound": 0.0,
+        "loud_step": None,
         "contained": found,
         "agreed": True,
         "failures": 0,

@@ -25,16 +25,24 @@ NORM_TIMES = 3.0
 #: As in docs/decisions.md: the bound of allreduce_conservation, and the unit it is counted in.
 _BOUND, _HALF_EPS = 8.0, 2.0**-24
 _GROUPS = 4
+#: One element that is off by so many bounds cannot hide: a weight of the checksum is at least one half.
+CLEAR = 2.1
 
 
 @dataclass(frozen=True, slots=True)
 class Truth:
-    """What was really done: steps that were struck with effect, elements and size of the largest change."""
+    """What was really done: steps that were struck with effect, elements and size of the largest change.
+
+    Attributes:
+        times_bound: the largest change over the bound of `allreduce_conservation`.
+        loud_step: the first step that changed one element by more than `CLEAR` bounds; None where none did.
+    """
 
     steps: tuple[int, ...]
     elements: int
     error: float
     times_bound: float
+    loud_step: int | None
 
 
 def truth_of(case: Case, answers: Sequence[dict[str, Any]]) -> Truth:
@@ -45,7 +53,9 @@ def truth_of(case: Case, answers: Sequence[dict[str, Any]]) -> Truth:
         steps = {step for answer in answers for step in answer["changed"]}
     errors = [(s[2] if math.isfinite(s[2]) else math.inf, s[1], s[0]) for s in strikes]
     error, elements, step = max(errors, default=(0.0, 0, case.step))
-    return Truth(tuple(sorted(steps)), elements, error, _times_bound(case, answers, error, step))
+    loud = [at for size, count, at in errors if count == 1 and _times_bound(case, answers, size, at) > CLEAR]
+    times = _times_bound(case, answers, error, step)
+    return Truth(tuple(sorted(steps)), elements, error, times, min(loud, default=None))
 
 
 def _times_bound(case: Case, answers: Sequence[dict[str, Any]], error: float, step: int) -> float:
@@ -76,6 +86,7 @@ def score(case: Case, answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "elements": truth.elements,
         "error": _plain(truth.error),
         "times_bound": _plain(truth.times_bound),
+        "loud_step": truth.loud_step,
         "contained": any(v["contains"] for v in verdicts),
         "agreed": all(a["verdicts"] == verdicts for a in answers),
         "failures": sum(a["failures"] for a in answers),
