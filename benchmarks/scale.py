@@ -7,9 +7,9 @@ import time
 from typing import Any
 
 from sdcwatch.observation import Row, pack
+from sdcwatch.packed_rows import unpack_rows
 from sdcwatch.testing.simulated_group import group_of, healthy_row
 from sdcwatch.verdict import History, judge
-from sdcwatch.watch.exchange import unpack_rows
 
 
 def ranks_growth(*, sizes: tuple[int, ...] = (64, 1024, 4096, 16384), steps: int = 6) -> list[dict[str, Any]]:

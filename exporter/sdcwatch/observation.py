@@ -198,18 +198,6 @@ def unpack(kind: type[R], data: bytes | memoryview) -> R:
     return kind(*values)
 
 
-def unpack_rows(kind: type[R], data: bytes, count: int) -> list[R | RowError]:
-    """Reads `count` rows that lie one behind another; a damaged one becomes its `RowError`."""
-    size, view = _LAYOUTS[kind].size, memoryview(data)
-    rows: list[R | RowError] = []
-    for start in range(0, count * size, size):
-        try:
-            rows.append(unpack(kind, view[start : start + size]))
-        except RowError as error:
-            rows.append(error)
-    return rows
-
-
 @functools.lru_cache(maxsize=256)
 def _absent(count: int, mask: int) -> tuple[int, ...]:
     """Positions that a presence mask leaves out; the ranks of a step share one mask or a few."""

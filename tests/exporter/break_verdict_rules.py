@@ -62,6 +62,8 @@ RULES = (
         "gradient",
     ),
     ("intake.py", "or row.rank != group.ranks[slot]", "", "transport"),
+    ("intake.py", 'and columns.column("rank") == group.ranks', "", "transport"),
+    ("intake.py", 'and columns.distinct("error") <= {0, None}', "", "transport"),
     ("intake.py", "return row.step <= sent", "return False", "transport"),
     ("engine.py", "    return replace(history, gradient_clean_since=None)\n", "    return history\n", "transport"),
     ("engine.py", "    if history.open", "    if False", "audit"),

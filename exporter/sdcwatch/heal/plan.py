@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from sdcwatch.observation import Row, RowError
 from sdcwatch.verdict import Group, History, Judgement, Verdict
 from sdcwatch.verdict.columns import Columns
+from sdcwatch.verdict.intake import readable
 from sdcwatch.verdict.partition import majority, product
 from sdcwatch.verdict.records import (
     ALLREDUCE_CONSERVATION,
@@ -95,10 +96,10 @@ def make_plan(
     first = next((v for v in verdicts if v.check == REPLAY), next(v for v in verdicts if v.new))
     nodes = frozenset(group.nodes[r] for r in first.suspects or first.candidates or first.differing)
     plan = Plan(first.check, nodes=nodes)
-    read = [row for row in rows if isinstance(row, Row) and not row.error]
+    read = readable(group, rows)
     if first.check == REPLAY:
         return replace(plan, refusal="a replay disputes a gradient, and steps before this one may have used such, too")
-    if any(v.path == TRANSPORT for v in verdicts) or len(read) < group.size:
+    if any(v.path == TRANSPORT for v in verdicts) or read is None:
         return replace(plan, refusal="not every rank's row could be read")
     if len(verdicts) > 1:
         return replace(plan, refusal="more than one difference stands")

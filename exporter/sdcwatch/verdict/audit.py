@@ -15,7 +15,7 @@ from sdcwatch.verdict.columns import Columns
 from sdcwatch.verdict.gradient import all_nonfinite
 from sdcwatch.verdict.group import Group
 from sdcwatch.verdict.history import Calibration, History
-from sdcwatch.verdict.intake import audit_fault
+from sdcwatch.verdict.intake import audit_fault, readable
 
 #: Calibration keys kept, a rank; beyond it only the newest audit's are kept, and the rest calibrates again.
 _MAX_KEYS = 16
@@ -41,11 +41,11 @@ def plan_audit(history: History, group: Group, rows: Sequence[Row | RowError | N
     """Decides, the same on every rank, whether the group audits this step; one rank that cannot stops all."""
     if len(group.node_order) < 2:
         return AuditPlan(False, "disabled")
-    good = [row for row in rows if isinstance(row, Row) and not row.error]
-    if len(good) != group.size:
+    good = readable(group, rows)
+    if good is None:
         return AuditPlan(False, "error")
     columns = Columns(good, group)
-    reason = _not_ready(columns) or _not_comparable(columns) or _no_room(group, good)
+    reason = _not_ready(columns) or _not_comparable(columns) or _no_room(group, columns)
     known = history.calibration
     profile = _profile(columns)
     if reason is None and any(pair in known.nondeterministic for pair in set(zip(*profile, strict=True))):
@@ -58,7 +58,7 @@ def plan_audit(history: History, group: Group, rows: Sequence[Row | RowError | N
 
 
 def _not_ready(columns: Columns) -> str | None:
-    states = set(columns.integers("replay_ready"))
+    states = columns.distinct("replay_ready")
     if states == {1}:
         return None
     # The reason that stands first in the list of reasons, so that all ranks say the same one.
@@ -74,13 +74,13 @@ def _not_comparable(columns: Columns) -> str | None:
     return None
 
 
-def _no_room(group: Group, rows: Sequence[Row]) -> str | None:
-    sizes = [row.batch_bytes for row in rows]
-    if any(size is None for size in sizes):
+def _no_room(group: Group, columns: Columns) -> str | None:
+    sizes = columns.integers("batch_bytes")
+    if None in sizes:
         return "batch"
-    for rank, row in enumerate(rows):
+    for rank, free in enumerate(columns.integers("free_memory")):
         needed = sum(sizes[owner] or 0 for owner in group.served_by(rank))
-        if row.free_memory is not None and row.free_memory < needed:
+        if free is not None and free < needed:
             return "oom"
     return None
 
@@ -169,7 +169,7 @@ def _void(columns: Columns, audit: Sequence[AuditRow], first: Sequence[AuditRow]
         return "disabled"
     weights = {row.weights_now for row in audit}
     if not columns.absent("weights_now"):
-        weights.update(row.weights_now for row in columns.rows)
+        weights |= columns.distinct("weights_now")
     if len(weights) != 1 or None in weights or all_nonfinite(columns):
         return "undefined"
     return None

@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from operator import attrgetter
 
 from sdcwatch.observation import CONSERVATION_GROUPS, SkipReason
 from sdcwatch.verdict.columns import Columns
@@ -35,10 +34,6 @@ from sdcwatch.verdict.sentences import listing
 
 #: The bound, in units of what rounding may bring (docs/decisions.md says how often a healthy reduce may pass it).
 BOUND = 8.0
-
-_SUMS = attrgetter(
-    *(f"{name}_{g}" for g in range(CONSERVATION_GROUPS) for name in ("local_sum", "reduced_sum", "reduce_noise"))
-)
 
 _WORDS = {
     "first_check": "was so from the first check of this epoch on",
@@ -104,11 +99,11 @@ def judge_conservation(
 
 
 def _reason(columns: Columns) -> str | None:
-    states = set(columns.integers("conservation"))
+    states = columns.distinct("conservation")
     if states == {1}:
         if columns.labels("schema"):
             return "disabled"
-        unequal = 1 in columns.integers("local_nonfinite") or all_nonfinite(columns)
+        unequal = 1 in columns.distinct("local_nonfinite") or all_nonfinite(columns)
         return UNDEFINED if unequal else None
     codes = [code for code in states if code is not None and -len(SkipReason.NAMES) <= code < 0]
     # The reason that stands first in the list of reasons, so that all ranks say the same one.
@@ -117,20 +112,19 @@ def _reason(columns: Columns) -> str | None:
 
 def balance(columns: Columns) -> Balance | None:
     """Compares the sums of all ranks, group by group; None where a local sum is not a finite number."""
-    sums = list(zip(*map(_SUMS, columns.rows), strict=True))
     wrong: set[int] = set()
     worst = Balance(())
     for group in range(CONSERVATION_GROUPS):
-        local, reduced, noise = sums[3 * group : 3 * group + 3]
-        average, unit = _average(local), _average(noise)
+        average, unit = (_average(columns.column(f"{name}_{group}")) for name in ("local_sum", "reduce_noise"))
         if average is None or unit is None:
             return None
         # Replicas that agree hold one value: one comparison, whatever their number.
-        for value in set(reduced):
+        reduced = f"reduced_sum_{group}"
+        for value in columns.distinct(reduced):
             error = math.nan if value is None else abs(value - average)
             if error <= BOUND * unit:
                 continue
-            wrong.update(rank for rank, held in enumerate(reduced) if held is value or held == value)
+            wrong.update(rank for rank, held in enumerate(columns.column(reduced)) if held is value or held == value)
             excess = error / (BOUND * unit) if unit and math.isfinite(error) else math.inf
             if excess > worst.excess:
                 worst = Balance((), group, excess, BOUND * unit)

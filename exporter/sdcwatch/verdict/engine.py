@@ -84,7 +84,7 @@ def judge(
         after = outcomes[REPLAY].history
     elif audit_reason is not None:
         outcomes[REPLAY] = Outcome(f"skipped:{audit_reason}", (), after)
-    own_steps = tuple([row.step or 0 for row in columns.rows]) if columns.labels("step") else ()
+    own_steps = tuple([own or 0 for own in columns.integers("step")]) if columns.labels("step") else ()
     return _judgement(group, step, outcomes, norms), replace(after, step=step, steps=own_steps)
 
 

@@ -7,6 +7,7 @@ healthy ranks behind it differ, even most of them. `gradient_norm` only hints. F
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from dataclasses import dataclass, replace
 from statistics import median
 
@@ -132,16 +133,18 @@ def judge_norms(group: Group, columns: Columns) -> NormHint:
     flags = columns.integers("local_nonfinite")
     origin = tuple([rank for rank, flag in enumerate(flags) if flag == 1]) if 1 in flags else ()
     hint = origin if 2 * len(origin) < group.size else ()
-    norms = [row.local_norm for row in columns.rows]
+    norms = columns.column("local_norm")
     if None in norms or columns.labels("environment"):
         return NormHint("skipped:disabled", (), hint)
-    known = [n for n in norms if n is not None]
-    finite = list(filter(math.isfinite, known))
+    known: tuple[float, ...] = norms
+    finite = sorted(filter(math.isfinite, known))
     if not finite:
         return NormHint(UNDEFINED, (math.inf,) * group.size, hint)
     worked = finite if 0.0 not in finite else [n for n in finite if n] or [0.0]
     center = median(worked)
-    mad = _MAD_SCALE * median([abs(n - center) for n in worked])
+    middle = bisect_left(worked, center)
+    # Two runs that rise, away from the center to both sides: sorting them again is one merge.
+    mad = _MAD_SCALE * median([center - n for n in reversed(worked[:middle])] + [n - center for n in worked[middle:]])
     scale = max(mad, _RELATIVE_FLOOR * abs(center), _ABSOLUTE_FLOOR)
     # A norm of zero is a batch that the loop dropped on that rank: it neither counts nor stands out.
     deviations = tuple([abs(n - center) / scale if n else 0.0 for n in known])

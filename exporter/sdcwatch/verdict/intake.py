@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from operator import attrgetter
 from typing import cast
 
 from sdcwatch.observation import AuditRow, Row, RowError
+from sdcwatch.packed_rows import columnar
+from sdcwatch.verdict.columns import Columns
 from sdcwatch.verdict.group import Group
 from sdcwatch.verdict.history import History
 
@@ -28,7 +29,7 @@ class Intake:
         void: ranks whose row is missing or carries an error code.
     """
 
-    rows: tuple[Row, ...]
+    rows: Sequence[Row]
     step: int
     faults: tuple[int, ...] = ()
     void: tuple[int, ...] = ()
@@ -38,8 +39,10 @@ def receive(history: History, group: Group, step: int, rows: Sequence[Row | RowE
     """Checks the rows of one exchange; index = slot."""
     if len(rows) != group.size:
         return Intake((), step, faults=tuple(range(group.size)))
-    if set(map(type, rows)) == {Row} and _all_in_order(group, rows, step):
-        return Intake(cast("tuple[Row, ...]", tuple(rows)), step)
+    if columnar(rows) or set(map(type, rows)) == {Row}:
+        whole = cast("Sequence[Row]", rows)
+        if _all_in_order(group, Columns(whole, group), step):
+            return Intake(whole, step)
     good = [row for row in rows if isinstance(row, Row)]
     step = _group_step(good, step)
     faults = [slot for slot, row in enumerate(rows) if _is_fault(history, group, step, slot, row)]
@@ -49,13 +52,23 @@ def receive(history: History, group: Group, step: int, rows: Sequence[Row | RowE
     return Intake((), step, void=void) if void else Intake(tuple(good), step)
 
 
-def _all_in_order(group: Group, rows: Sequence[Row | RowError | None], step: int) -> bool:
+def readable(group: Group, rows: Sequence[Row | RowError | None]) -> Sequence[Row] | None:
+    """All rows, in rank order, where each of them came whole and without an error code; else None."""
+    if columnar(rows) and len(rows) == group.size:
+        whole = cast("Sequence[Row]", rows)
+        if Columns(whole, group).distinct("error") <= {0, None}:
+            return whole
+    good = [row for row in rows if isinstance(row, Row) and not row.error]
+    return good if len(good) == group.size else None
+
+
+def _all_in_order(group: Group, columns: Columns, step: int) -> bool:
     return (
-        tuple(map(attrgetter("rank"), rows)) == group.ranks
-        and tuple(map(attrgetter("instance"), rows)) == group.instances
-        and set(map(attrgetter("epoch"), rows)) == {group.epoch}
-        and set(map(attrgetter("step"), rows)) == {step}
-        and set(map(attrgetter("error"), rows)) <= {0, None}
+        columns.distinct("epoch") == {group.epoch}
+        and columns.distinct("step") == {step}
+        and columns.distinct("error") <= {0, None}
+        and columns.column("rank") == group.ranks
+        and columns.column("instance") == group.instances
     )
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -98,7 +99,7 @@ class Judgement:
 
     def distinct(self, check: str) -> int:
         """Distinct fingerprints of a check in `group_sizes`: 1 where every set agrees, one more for each split."""
-        return round(sum(1 / size for size in self.group_sizes[check])) - self.num_sets + 1
+        return round(sum(n / size for size, n in Counter(self.group_sizes[check]).items())) - self.num_sets + 1
 
     @classmethod
     def void(cls, step: int, size: int = 0) -> Judgement:

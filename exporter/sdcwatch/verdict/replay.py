@@ -15,7 +15,7 @@ from sdcwatch.verdict.columns import Columns
 from sdcwatch.verdict.edges import PERSISTENT, EdgeView, Finding, needs_third, one_stands_out, read_table
 from sdcwatch.verdict.group import Group
 from sdcwatch.verdict.history import Calibration, History, transport_topic
-from sdcwatch.verdict.intake import audit_fault
+from sdcwatch.verdict.intake import audit_fault, readable
 from sdcwatch.verdict.outcome import Outcome, lasting
 from sdcwatch.verdict.records import (
     ATTRIBUTED,
@@ -45,8 +45,8 @@ def tie_breaks(
     Returns:
         (owner, third rank) pairs: at most one, and none when the table needs no third node or there is none.
     """
-    good = [row for row in rows if isinstance(row, Row) and not row.error]
-    if len(good) != group.size:
+    good = readable(group, rows)
+    if good is None:
         return ()
     step = good[0].step
     columns = Columns(good, group)

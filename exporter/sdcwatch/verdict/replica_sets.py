@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from sdcwatch.observation import Row, RowError
+from sdcwatch.packed_rows import columnar
 from sdcwatch.verdict.engine import judge
 from sdcwatch.verdict.group import Group
 from sdcwatch.verdict.history import History, checked_through, verified_through
@@ -33,7 +34,7 @@ def judge_sets(
         rows: one row a rank of the job.
     """
     found = [
-        judge(history, group, step, [rows[rank] for rank in group.ranks])
+        judge(history, group, step, _of_set(rows, group.ranks))
         for history, group in zip(histories, groups, strict=True)
     ]
     judgements = [judgement for judgement, _ in found]
@@ -53,6 +54,11 @@ def judge_sets(
         num_sets=len(groups),
     )
     return merged, tuple(history for _, history in found)
+
+
+def _of_set(rows: Sequence[Row | RowError | None], members: tuple[int, ...]) -> Sequence[Row | RowError | None]:
+    packed = columnar(rows)
+    return packed.take(members) if packed else [rows[rank] for rank in members]
 
 
 def checked_everywhere(histories: Sequence[History]) -> int | None:

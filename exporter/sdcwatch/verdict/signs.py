@@ -64,7 +64,8 @@ def of_weights(columns: Columns, before: Counts) -> tuple[str, ...]:
     unfinished = columns.integers("unfinished")
     known = then.get("unfinished", (0,) * len(unfinished))
     # Not whether ranks differ in it: where all of them left a reduce unfinished, all hold gradients of their own.
-    if any((a or 0) != (b or 0) for a, b in zip(known, unfinished, strict=True)):
+    counted = any(known) or any(unfinished)
+    if counted and any((a or 0) != (b or 0) for a, b in zip(known, unfinished, strict=True)):
         found += ("unfinished",)  # the optimizer stepped with gradients that no reduce had made equal
     return (*found, "measured") if any(columns.partial(name) for name in _WEIGHT_FIELDS) else found
 

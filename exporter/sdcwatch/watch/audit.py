@@ -144,7 +144,7 @@ class Auditor:
         except Exception as error:  # our border
             self._swallow("replay", error)
             row = dataclasses.replace(row, error=ErrorCode.CHECK)
-        return self._exchange.rows(row)
+        return list(self._exchange.rows(row))
 
     def _replay(self, payload: bytes, *, watch: bool = False) -> replay.Replayed:
         before = _sequence(self._exchange.group)

@@ -26,6 +26,7 @@ from sdcwatch.errors import CorruptionDetected
 from sdcwatch.event import Event
 from sdcwatch.heal.plan import asks
 from sdcwatch.observation import ErrorCode, Row, RowError
+from sdcwatch.packed_rows import measured
 from sdcwatch.settings import Settings
 from sdcwatch.verdict import (
     History,
@@ -253,7 +254,7 @@ class Epoch:
             return None
 
     def judge_rows(self, rows: Sequence[Row | RowError], outcome: Outcome | None) -> Judgement:
-        steps = sorted(r.step for r in rows if isinstance(r, Row) and r.step is not None)
+        steps = sorted(measured(rows, "step"))
         step = steps[len(steps) // 2] if steps else self.step
         judgement, histories = Judgement.void(step, self.exchange.size), self.histories
         try:

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from sdcwatch.observation import AuditRow, R, Row, RowError, pack, size_words, unpack, unpack_rows
+from sdcwatch.observation import R, Row, RowError, pack, size_words, unpack
+from sdcwatch.packed_rows import PackedRows, unpack_rows
 
 # torch 2.13 renamed it and warns about the old name; older releases only have that one.
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -35,15 +36,14 @@ class Exchange:
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
 
-    def rows(self, row: R) -> list[R | RowError]:
+    def rows(self, row: R) -> PackedRows[R]:
         """All-gathers one row a rank; the answer is in rank order, damaged ones as `RowError`."""
         kind: Any = type(row)
         words = size_words(kind)
         mine = torch.frombuffer(bytearray(pack(row)), dtype=torch.int64).to(self.device)
         out = torch.empty(words * self.size, dtype=torch.int64, device=self.device)
         _all_gather(out, mine, group=self.group)
-        data = to_bytes(out)
-        return unpack_rows(kind, data, self.size)
+        return unpack_rows(kind, to_bytes(out), self.size)
 
     def agree(self, code: int, digest: int) -> tuple[bool, int]:
         """One MAX over (code, -code, digest, -digest).
@@ -115,6 +115,3 @@ def _read(kind: Any, data: bytes) -> Any:
         return unpack(kind, data)
     except RowError as error:
         return error
-
-
-__all__ = ["AuditRow", "Exchange", "last_rows", "to_bytes", "unpack_rows"]

@@ -23,6 +23,7 @@ from sdcwatch.errors import SpoolError
 from sdcwatch.identity import Identity
 from sdcwatch.metrics import RankMetrics
 from sdcwatch.observation import Row
+from sdcwatch.packed_rows import measured
 from sdcwatch.spool.rank import Spool
 from sdcwatch.verdict import Judgement, Verdict
 from sdcwatch.watch.start import Membership
@@ -292,5 +293,5 @@ class Reporter:
 
 def median_time(rows: Sequence[object], default: float) -> float:
     """Median of the clocks in the rows that could be read, unix seconds; robust to a minority of wrong clocks."""
-    times = sorted(r.time for r in rows if isinstance(r, Row) and r.time is not None)
+    times = sorted(measured(rows, "time"))
     return times[len(times) // 2] if times else default
