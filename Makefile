@@ -23,7 +23,7 @@ export PATH := $(CURDIR)/.tools/bin:$(CURDIR)/.venv/bin:$(PATH)
 export PYTHON3 TORCH_VERSION TORCH_INDEX
 CODE := exporter remediation tests $(wildcard alert_rules demo dashboards benchmarks examples)
 
-.PHONY: help setup bench setup-integrations campaign-alerts campaign-heal campaign-remediation mutants demo dashboards-preview test test-integrations lint types imports unit format lock clean distclean
+.PHONY: help setup bench setup-integrations campaign-alerts campaign-heal campaign-remediation campaign-kill mutants mutants-remediation demo dashboards-preview test test-integrations lint types imports unit format lock clean distclean
 
 
 help: ## list the targets
@@ -87,8 +87,14 @@ bench: setup ## what it costs, side by side with its peers: benchmarks/out/bench
 		|| echo "[bench] sdcguard cannot be had: it is left out of the comparison"
 	@PYTHONPATH=$(CURDIR):$(CURDIR)/benchmarks/out/peers $(PYTHON) -m benchmarks $(BENCH_ARGS)
 
-campaign-remediation: setup ## a thousand random schedules of the service: is anything replaced twice, or wrongly? (CAMPAIGN_ARGS='--seed 7')
+mutants-remediation: setup ## break each guard of the service once, in a copy: does a random schedule turn red?
+	@$(PYTHON) tests/remediation/break_guards.py
+
+campaign-remediation: setup ## a thousand random schedules of the service: is anything replaced twice, or wrongly? (CAMPAIGN_ARGS='--seed 7'; goes on after a kill)
 	@$(PYTHON) tests/remediation/campaign.py $(CAMPAIGN_ARGS)
+
+campaign-kill: setup ## sixty runs of the real service with kill -9 while a node is replaced (ten minutes; goes on after a kill)
+	@$(PYTHON) tests/remediation/kill_campaign.py $(CAMPAIGN_ARGS)
 
 format: setup ## let ruff rewrite the code
 	@$(PYTHON) -m ruff check --fix $(CODE)

@@ -23,20 +23,23 @@ class Killed(BaseException):
 class Life:
     """One life of a simulated process, from its start to its kill or its end."""
 
-    def __init__(self) -> None:
-        """Begin alive."""
+    def __init__(self, seen: Callable[[str], None] = lambda name: None) -> None:
+        """Begin alive; `seen` is told the name of every point that is come to."""
         self.alive = True
-        self.points_left: int | None = None
-        """Points until it is killed; None: it is not going to be."""
+        self.ends_at: Callable[[str], bool] | None = None
+        """Asked at every point whether the process is killed there; None: it is not going to be."""
+        self.ended_at = ""
+        """The point at which it was killed."""
+        self._seen = seen
 
     def point(self, name: str) -> None:
-        """Wait for a turn, or die; `commit` is inside a transaction, where nobody else can go on."""
-        if self.points_left is not None:
-            self.points_left -= 1
-            if self.points_left <= 0:
-                self.alive = False
+        """Wait for a turn, or die; a `commit ...` is inside a transaction, where nobody else can go on."""
+        if self.alive:
+            self._seen(name)
+            if self.ends_at is not None and self.ends_at(name):
+                self.alive, self.ended_at = False, name
         task = threading.current_thread()
-        if self.alive and name != "commit" and isinstance(task, Task):
+        if self.alive and not name.startswith("commit ") and isinstance(task, Task):
             task.wait()
         if not self.alive:
             raise Killed
@@ -52,8 +55,10 @@ class Task(threading.Thread):
         self.error: BaseException | None = None
         self.ended = False
         self._work = work
-        self._go = threading.Semaphore(0)
-        self._back = threading.Semaphore(0)
+        self._go = threading.Lock()
+        self._back = threading.Lock()
+        self._go.acquire()
+        self._back.acquire()
         self.start()
 
     def run(self) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime, timezone
@@ -42,11 +43,27 @@ class PointDatabase(Database):
     @contextmanager
     def write(self) -> Iterator[Connection]:
         """Open one write transaction, as `Database.write` does."""
-        self.point("write")
+        what = _asked_by()
+        self.point(f"begin {what}")
         with super().write() as connection:
             yield connection
-            self.point("commit")  # nobody else can go on here: the lock is held
-        self.point("committed")
+            self.point(f"commit {what}")  # nobody else can go on here: the lock is held
+        self.point(f"committed {what}")
+
+
+def _asked_by() -> str:
+    """Return which method opened a transaction, and for the general ones also who called that."""
+    frame = sys._getframe(2)
+    while frame.f_back is not None and frame.f_code.co_name in _PASSING:
+        frame = frame.f_back
+    name = frame.f_code.co_name
+    if name in _GENERAL and frame.f_back is not None:
+        return f"{name} in {frame.f_back.f_code.co_name}"
+    return name
+
+
+_PASSING = frozenset({"write", "__enter__", "__exit__", "_one_winner"})
+_GENERAL = frozenset({"move", "set", "note", "leave"})
 
 
 class DirectHyperPod(HyperPod):
@@ -104,9 +121,13 @@ class DirectAgents(AgentClient):
 
     def __init__(self, agents: dict[str, FakeAgent], clock: Callable[[], float], point: Point) -> None:
         """Ask those of `agents` (by address) that are there; who is not does not answer."""
-        super().__init__(Agents(scheme="http"), clock)
+        # Without the real client's HTTP, whose certificates take longer to load than most schedules' databases to open.
+        self._settings, self._clock = Agents(scheme="http"), clock
         self._by_address = agents
         self._point = point
+
+    def close(self) -> None:
+        """Nothing was opened."""
 
     def _each(self, members: Sequence[Member], ask: Callable[[Member], Any]) -> list[Any]:
         return [ask(member) for member in members]
