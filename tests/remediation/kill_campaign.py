@@ -75,9 +75,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seed", type=int, default=0, help="the first seed (default 0)")
     parser.add_argument("--count", type=int, default=60, help="how many runs (default 60)")
-    parser.add_argument(
-        "--side-by-side", type=int, default=4, help="runs at once; most of a run is waiting (default 4)"
-    )
+    parser.add_argument("--side-by-side", type=int, default=4, help="runs at once; most is waiting (default 4)")
     parser.add_argument("--document", action="store_true", help="write the table in docs/remediation-proof.md")
     arguments = parser.parse_args()
     OUT.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""kill -9 of the real `serve`, over real HTTP, at five moments; the campaign makes sixty runs (`make campaign-kill`)."""
+"""kill -9 of the real `serve`, over real HTTP, at five moments; `make campaign-kill` makes sixty runs."""
 
 from __future__ import annotations
 
