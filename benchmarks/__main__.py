@@ -36,7 +36,7 @@ def sections(tiny: bool) -> dict[str, Callable[[], Any]]:
             "step": lambda: overhead.step_overhead(size=size, tokens=32, pairs=6),
             "curve": lambda: overhead.curve(size=size, tokens=(16,), pairs=3),
             "flat": lambda: overhead.flat(counts=(10, 100), total=40_000, pairs=3),
-            "ranks": lambda: scale.ranks_growth(sizes=(64, 128), steps=3),
+            "ranks": lambda: scale.ranks_growth(sizes=(64, 128), repeats=3),
             "bytes": lambda: bandwidth.growth(megabytes=(1, 4)),
             "agent": lambda: node_agent.agent(ranks=2, scrapes=3),
             "fleet": lambda: fleet.fleet(agents=4, repeats=2),

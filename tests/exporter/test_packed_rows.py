@@ -45,7 +45,7 @@ FAULT = st.sampled_from(fields(Row)).flatmap(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.lists(st.lists(FAULT, max_size=2), min_size=2, max_size=4))
 def test_columns_are_judged_as_row_objects_are(story: list[list[tuple[str, set[int], Any]]]) -> None:
     """Whatever ranks send in whichever field, bytes and row objects give one judgement, one history and one plan."""
@@ -64,7 +64,7 @@ def test_columns_are_judged_as_row_objects_are(story: list[list[tuple[str, set[i
         assert repr(measured(whole, "time")) == repr(measured(rows, "time"))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.dictionaries(st.integers(0, 5 * SIZE - 1), st.integers(1, 255), min_size=1, max_size=3))
 def test_damage_becomes_the_error_of_its_own_slot(flips: dict[int, int]) -> None:
     """A damaged byte anywhere, the unused half of a CRC's word as well, makes its row and no other an error."""
@@ -160,3 +160,12 @@ def test_slices_and_equality_are_those_of_a_list() -> None:
     assert len(whole) == 6
     with pytest.raises(IndexError):
         whole[6]
+
+
+def test_a_sum_that_is_no_number_on_every_rank_is_a_fault() -> None:
+    """NaN equals nothing, and still all ranks that reduced to NaN hold a wrong result, read by column as well."""
+    history = History.initial()
+    _, history = judge(history, GROUP, 0, packed(healthy(0)))
+    judgement, _ = judge(history, GROUP, 1, packed([replace(row, reduced_sum_0=math.nan) for row in healthy(1)]))
+    (verdict,) = judgement.verdicts
+    assert (verdict.check, verdict.evidence["ranks"]) == ("allreduce_conservation", [0, 1, 2, 3, 4, 5])

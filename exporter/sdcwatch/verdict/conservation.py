@@ -124,7 +124,9 @@ def balance(columns: Columns) -> Balance | None:
             error = math.nan if value is None else abs(value - average)
             if error <= BOUND * unit:
                 continue
-            wrong.update(rank for rank, held in enumerate(columns.column(reduced)) if held is value or held == value)
+            # NaN equals nothing, itself neither: its holders are all that hold a NaN.
+            column, unequal = columns.column(reduced), value != value
+            wrong.update(r for r, held in enumerate(column) if held == value or (unequal and held != held))
             excess = error / (BOUND * unit) if unit and math.isfinite(error) else math.inf
             if excess > worst.excess:
                 worst = Balance((), group, excess, BOUND * unit)
