@@ -64,6 +64,55 @@ CASES: dict[str, tuple[str, ...]] = {
         "e2e/alert_path/test_alert_path_webhook.py::test_what_the_service_could_not_take_is_delivered_when_it_can",
         "remediation/test_service_alerts.py::test_a_batch_is_judged_alert_by_alert",
     ),
+    "36 many nodes suspected at once": (
+        "remediation/test_service_field_cases.py::test_ten_suspected_nodes_are_a_bad_detector_and_none_is_touched",
+        "remediation/test_service_field_cases.py::test_a_slow_drip_of_suspects_ends_at_the_breaker",
+    ),
+    "37 a rank is not a node": (
+        "remediation/test_service_field_cases.py::test_the_node_that_a_rank_ran_on_then_is_meant_not_where_it_runs_now",
+    ),
+    "38 labels of the scraper": (
+        "remediation/test_service_alerts.py::test_scrape_labels_are_not_read",
+        "remediation/test_service_alerts.py::test_every_label_that_is_kept_has_a_strict_form",
+        "remediation/test_service_cases.py::test_a_node_name_that_does_not_fit_the_instance_is_refused",
+    ),
+    "39 a name reused by a new instance": (
+        "remediation/test_service_cases.py::test_a_name_reused_by_a_new_instance_is_refused",
+        "remediation/test_service_cases.py::test_an_instance_launched_after_the_fault_is_refused",
+    ),
+    "40 stale work after a restart": (
+        "remediation/test_service_cases.py::test_a_service_that_was_down_for_days_replays_nothing",
+        "remediation/test_service_field_cases.py::test_what_a_pause_of_days_held_up_is_not_done_when_it_ends",
+        "remediation/test_service_cases.py::test_stale_evidence_expires",
+    ),
+    "41 an ended drain, a foreign cordon": (
+        "remediation/test_service_field_cases.py::"
+        "test_a_case_ended_between_quarantine_and_replacement_replaces_nothing",
+        "remediation/test_action_acts.py::test_a_node_that_others_took_out_of_service_holds_the_case",
+    ),
+    "42 label text in a command": (
+        "remediation/test_service_alerts.py::test_a_hostile_node_name_opens_nothing",
+        "remediation/test_action_acts.py::test_a_hostile_job_name_or_comment_in_slurms_output_is_not_taken_for_ours",
+        "remediation/test_hyperpod_action_outcomes.py::test_nothing_is_sent_for_what_is_no_instance_id",
+    ),
+    "43 a success with failures inside": (
+        "remediation/test_hyperpod_action_outcomes.py::test_answers_are_read_to_the_end",
+        "remediation/test_hyperpod_action_outcomes.py::test_each_fault_has_its_outcome",
+        "remediation/test_service_cases.py::test_it_is_not_done_before_another_instance_runs",
+    ),
+    "44 credentials that expired": (
+        "remediation/test_hyperpod_action_outcomes.py::test_expired_credentials_are_looked_up_again",
+        "remediation/test_service_field_cases.py::test_a_refusal_at_the_first_use_costs_an_attempt_and_never_the_case",
+        "remediation/test_service_cases.py::test_refusals_end_after_three_attempts",
+    ),
+    "45 two replicas, a short lease, a locked database, a kill": (
+        "remediation/test_service_schedules.py::test_nothing_is_replaced_twice_or_wrongly_whatever_happens",
+        "remediation/test_service_kills.py::test_five_kills_replace_one_node_each_and_once",
+        "remediation/test_service_kills.py::test_two_processes_on_postgresql_are_killed_and_replace_once",
+        "remediation/test_service_database.py::test_who_slept_through_its_lease_cannot_write",
+        "remediation/test_service_alerts.py::test_a_locked_database_is_a_503_and_the_retry_succeeds",
+        "remediation/test_service_field_cases.py::test_a_database_that_locks_right_after_the_call_costs_no_second_call",
+    ),
     "46 an unresolved data source": (
         "dashboards/test_dashboard_files.py::test_provisioning_names_no_fixed_data_source",
         "dashboards/test_dashboard_files.py::test_a_committed_dashboard_has_nothing_to_complain_about",
