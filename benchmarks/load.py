@@ -1,0 +1,242 @@
+"""Load on the remediation service: ten thousand deliveries of a thousand distinct alerts, fifty at a time.
+
+What it does: starts the real `serve` before a simulated HyperPod, on SQLite with one process or on a PostgreSQL of our
+own with two, delivers from a process of its own as Alertmanager does, and measures how long each was waited for, what
+the service's memory did, and whether every acknowledged delivery is kept, each alert judged and each instance one case.
+What it never does: count a delivery that was not acknowledged as done: a 503 is sent again, and its wait goes on.
+Its place: `make load-remediation`; docs/remediation-proof.md holds its table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import multiprocessing
+import random
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+from sdcwatch_remediation import schema
+from sdcwatch_remediation.database import Database
+from sdcwatch_remediation.records import Member
+from sdcwatch_remediation.testing.events import alert, delivery
+from sdcwatch_remediation.testing.postgres import PostgresServer, programs
+from sdcwatch_remediation.testing.processes import Serve, Site
+from sdcwatch_remediation.testing.schedule_report import write_block
+from sqlalchemy import func, select
+
+ROOT = Path(__file__).resolve().parents[1]
+OUT = ROOT / "benchmarks" / "out" / "remediation"
+DOCUMENT = ROOT / "docs" / "remediation-proof.md"
+HEADERS = {"Authorization": "Bearer alerts-token"}
+
+
+@dataclass(slots=True)
+class Load:
+    """What one load came to."""
+
+    database: str
+    processes: int
+    deliveries: int
+    distinct: int
+    in_flight: int
+    seconds: float = 0.0
+    milliseconds: list[float] = field(default_factory=list)
+    """How long each delivery was waited for, until its 200."""
+    again: int = 0
+    """Answers other than 200, each followed by another try."""
+    kept: int = 0
+    signals: int = 0
+    cases: int = 0
+    results: dict[str, int] = field(default_factory=dict)
+    memory_mib: list[list[float]] = field(default_factory=list)
+    """Resident memory of each process, a sample a tenth of the load."""
+    cpu_seconds: float = 0.0
+    """Processor time of the service."""
+
+    def percentile(self, share: float) -> float:
+        """Return a percentile of the waits, in milliseconds."""
+        ordered = sorted(self.milliseconds)
+        return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+
+    @property
+    def lost(self) -> int:
+        """Deliveries that were acknowledged and are not kept."""
+        return max(0, len(self.milliseconds) - self.kept)
+
+    @property
+    def grown_mib(self) -> float:
+        """How much the largest process grew from a third of the load to its end."""
+        return max(samples[-1] - samples[len(samples) // 3] for samples in zip(*self.memory_mib, strict=True))
+
+
+def bodies(deliveries: int, distinct: int) -> list[bytes]:
+    """Return the bodies in a shuffled order: each alert about an instance of its own, all equally often."""
+    made = []
+    for number in range(distinct):
+        member = Member(f"i-{number:017x}", "workers", f"node-{number}", "Running", 0.0, "127.0.0.1", "")
+        made.append(delivery(alert(member, number, training_job=f"job-{number % 40}")))
+    chosen = [made[number % distinct] for number in range(deliveries)]
+    random.Random(0).shuffle(chosen)
+    return chosen
+
+
+def send(urls: list[str], sent: list[bytes], in_flight: int, out: Any) -> None:
+    """Deliver everything from one process, `in_flight` at a time; puts the waits and the tries that failed."""
+
+    async def work() -> tuple[list[float], int]:
+        waits: list[float] = []
+        again, todo = 0, iter(enumerate(sent))
+        limits = httpx.Limits(max_connections=in_flight, max_keepalive_connections=in_flight)
+        async with httpx.AsyncClient(headers=HEADERS, limits=limits, timeout=30.0, trust_env=False) as client:
+
+            async def sender() -> None:
+                nonlocal again
+                for number, body in todo:
+                    began = time.perf_counter()
+                    while True:
+                        try:
+                            url = f"{urls[number % len(urls)]}/v1/alerts"
+                            if (await client.post(url, content=body)).status_code == 200:
+                                break
+                        except httpx.HTTPError:
+                            pass
+                        again += 1
+                        await asyncio.sleep(0.05)
+                    waits.append((time.perf_counter() - began) * 1000)
+
+            await asyncio.gather(*(sender() for _ in range(in_flight)))
+        return waits, again
+
+    out.put(asyncio.run(work()))
+
+
+def resident_mib(pid: int) -> float:
+    """Return the resident memory of a process."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    return int(status.partition("VmRSS:")[2].split()[0]) / 1024
+
+
+def cpu_seconds(pid: int) -> float:
+    """Return the processor time that a process has used."""
+    words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(words[11]) + int(words[12])) / 100
+
+
+def measure(load: Load, url: str) -> Load:
+    """Put one load on the service over one empty database."""
+    with tempfile.TemporaryDirectory() as made, Site(Path(made)) as site:
+        url = url or f"sqlite:///{Path(made) / 'state.sqlite3'}"
+        # One after the other: of two that find an empty database at once, one would wait for the other's tables.
+        serves = []
+        for number in range(load.processes):
+            serves.append(Serve(site.config(f"serve{number}", database=url)))
+            serves[-1].url()
+        try:
+            _measure(load, serves)
+        finally:
+            for serve in serves:
+                serve.end()
+        database = Database(url, exclusive=False)
+        try:
+            with database.read() as connection:
+
+                def count(column: Any) -> int:
+                    return int(connection.execute(select(func.count(column))).scalar() or 0)
+
+                load.kept, load.signals = count(schema.deliveries.c.id), count(schema.signals.c.id)
+                load.cases = count(schema.cases.c.id)
+                table = schema.signals
+                rows = connection.execute(select(table.c.result, func.count()).group_by(table.c.result))
+                load.results = {str(result): int(number) for result, number in rows}
+        finally:
+            database.close()
+    return load
+
+
+def _measure(load: Load, serves: list[Serve]) -> None:
+    context = multiprocessing.get_context("spawn")
+    answer = context.Queue()
+    urls = [serve.url() for serve in serves]
+    sent = bodies(load.deliveries, load.distinct)
+    before = sum(cpu_seconds(serve.pid) for serve in serves)
+    sender = context.Process(target=send, args=(urls, sent, load.in_flight, answer))
+    over = threading.Event()
+
+    def watch() -> None:
+        while not over.wait(0.5):
+            load.memory_mib.append([round(resident_mib(serve.pid), 1) for serve in serves])
+
+    watcher = threading.Thread(target=watch)
+    began = time.monotonic()
+    sender.start()
+    watcher.start()
+    try:
+        load.milliseconds, load.again = answer.get(timeout=900)
+    finally:
+        over.set()
+        watcher.join()
+        sender.join(10)
+    load.seconds = round(time.monotonic() - began, 1)
+    load.cpu_seconds = round(sum(cpu_seconds(serve.pid) for serve in serves) - before, 1)
+
+
+def table(loads: list[Load]) -> str:
+    """Return what the loads came to, as Markdown."""
+    rows = [
+        "| database | processes | deliveries | alerts | in flight | p50 | p99 | longest | sent again | lost | "
+        "a second | memory grew |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    for load in loads:
+        rows.append(
+            f"| {load.database} | {load.processes} | {load.deliveries:,} | {load.distinct:,} | {load.in_flight} "
+            f"| {load.percentile(0.5):.0f} ms | {load.percentile(0.99):.0f} ms | {load.percentile(1.0):.0f} ms "
+            f"| {load.again} | {load.lost} | {load.deliveries / load.seconds:.0f} | {load.grown_mib:.1f} MiB |"
+        )
+    return "\n".join(rows)
+
+
+def main() -> int:
+    """Put the loads on, print and keep what they came to."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--deliveries", type=int, default=10_000)
+    parser.add_argument("--distinct", type=int, default=1_000)
+    parser.add_argument("--in-flight", type=int, default=50)
+    parser.add_argument("--database", choices=("both", "sqlite", "postgresql"), default="both")
+    parser.add_argument("--document", action="store_true", help="write the table in docs/remediation-proof.md")
+    arguments = parser.parse_args()
+    size = (arguments.deliveries, arguments.distinct, arguments.in_flight)
+    loads = []
+    if arguments.database in ("both", "sqlite"):
+        loads.append(measure(Load("SQLite", 1, *size), ""))
+        print(table(loads[-1:]), Counter(loads[-1].results), flush=True)
+    found = programs(ROOT / ".tools" / "postgresql" / "bin")
+    if arguments.database in ("both", "postgresql") and found is not None:
+        with PostgresServer(found) as server:
+            loads.append(measure(Load("PostgreSQL", 2, *size), server.new_database()))
+        print(table(loads[-1:]), Counter(loads[-1].results), flush=True)
+    OUT.mkdir(parents=True, exist_ok=True)
+    kept = [{**asdict(load), "milliseconds": [round(one, 1) for one in load.milliseconds]} for load in loads]
+    (OUT / "load.json").write_text(json.dumps(kept) + "\n")
+    if arguments.document:
+        write_block(DOCUMENT, "load", table(loads))
+    wrong = [load for load in loads if load.lost or load.cases != load.distinct or load.signals != load.kept]
+    slow = [load for load in loads if load.percentile(0.99) >= 250.0]
+    for load in wrong:
+        print(f"{load.database}: {load.kept} kept, {load.signals} judged, {load.cases} cases of {load.distinct}")
+    for load in slow:
+        print(f"{load.database}: p99 is {load.percentile(0.99):.0f} ms, 250 ms are promised on two quiet cores")
+    return 1 if wrong or slow else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
