@@ -39,7 +39,7 @@ def sections(tiny: bool) -> dict[str, Callable[[], Any]]:
             "ranks": lambda: scale.ranks_growth(sizes=(64, 128), repeats=3),
             "bytes": lambda: bandwidth.growth(megabytes=(1, 4)),
             "agent": lambda: node_agent.agent(ranks=2, scrapes=3),
-            "fleet": lambda: fleet.fleet(agents=4, repeats=2),
+            "fleet": lambda: fleet.fleet(agents=4, repeats=2, interval=2),
             "memory": lambda: memory.memory(size=size),
         }
     return {

@@ -1,6 +1,7 @@
 """2,048 agents' text: how large it is, and how long the page rule takes a real Prometheus over all of its series.
 
-The texts are loaded as one block with promtool, so that no two thousand servers are needed.
+Twice: scraped from all agents, with an event on one node (benchmarks/fleet_scrape.py), and the rule's expression alone
+with an event on every rank, where the texts are loaded as one block with promtool.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from typing import Any
 
 import yaml
 
-from benchmarks.rank_text import job_text
+from benchmarks.fleet_scrape import scraped
+from benchmarks.rank_text import job_text, labels_of
 
 RULES = Path(__file__).resolve().parent.parent / "alert_rules" / "mismatch.rules.yaml"
 
@@ -30,7 +32,7 @@ def page_rule() -> str:
     return next(r["expr"] for g in groups for r in g["rules"] if r.get("alert") == "SDCReplicaMismatch")
 
 
-def fleet(*, agents: int = 2048, repeats: int = 7) -> dict[str, Any]:
+def fleet(*, agents: int = 2048, repeats: int = 7, interval: int = 60) -> dict[str, Any]:
     """Bytes and series of one scrape of all agents; seconds of the page rule's expression, where Prometheus is."""
     texts = job_text(agents=agents)
     lines = [line for text in texts for line in text.splitlines() if line and line[0] != "#"]
@@ -39,8 +41,19 @@ def fleet(*, agents: int = 2048, repeats: int = 7) -> dict[str, Any]:
         "series_a_rank": len(lines) / (8 * agents),
     }  # fmt: skip
     if shutil.which("promtool") and shutil.which("prometheus"):
+        found["scraped"] = scraped([texts[0] + _events(), *texts[1:]], interval=interval)
         found["page_rule_seconds"] = statistics.median(_page_rule(lines, agents * 8, repeats))
     return found
+
+
+def _events() -> str:
+    """An event of now on each rank of the first node."""
+    now = time.time()
+    rows = []
+    for rank in range(8):
+        labels = ",".join(f'{name}="{value}"' for name, value in {**labels_of(rank, 8), "check": "replay"}.items())
+        rows.append(f"sdc_last_mismatch_timestamp_seconds{{{labels}}} {now:.0f}\n")
+    return "".join(rows)
 
 
 def _page_rule(lines: list[str], ranks: int, repeats: int) -> list[float]:

@@ -114,7 +114,19 @@ def _fleet(s: dict[str, Any]) -> str:
     return (
         f"## Prometheus over {s['agents']:,} agents\n\nOne scrape of all agents is {s['bytes'] / 1e6:.1f} MB and "
         + f"{s['series']:,} series. "
+        + _scraped(s.get("scraped"))
         + f"The page rule's expression over all of them, with a mismatch on every rank: {said}.\n"
+    )
+
+
+def _scraped(s: dict[str, Any] | None) -> str:
+    if s is None:
+        return ""
+    return (
+        f"A real Prometheus scraped all {s['targets']:,} of them from loopback (each once after "
+        f"{s['all_scraped_after_s']:.0f} s; {s['series']:,.0f} series, {s['prometheus_mb']:.0f} MB resident). Its own "
+        f"time for the page's rule group, with {s['paged_ranks']:.0f} ranks paged: {s['page_group_seconds']:.3f} s "
+        f"(slowest {s['page_group_seconds_most']:.3f}); {_goal(s['page_group_seconds'], 1, 'goal, 1 s')}. "
     )
 
 

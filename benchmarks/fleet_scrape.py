@@ -1,0 +1,140 @@
+"""A real Prometheus scrapes every agent of a fleet and evaluates the rules of a page as they ship.
+
+One server on loopback answers for all agents, each under a path of its own; one node's ranks carry an event. The time
+of an evaluation is Prometheus' own, `prometheus_rule_group_last_duration_seconds`.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import tempfile
+import threading
+import time
+import urllib.parse
+import urllib.request
+from collections.abc import Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+RULES = Path(__file__).resolve().parent.parent / "alert_rules" / "mismatch.rules.yaml"
+GROUP = "sdcwatch-mismatch"
+
+
+class _Agents(ThreadingHTTPServer):
+    daemon_threads = True
+    request_queue_size = 512
+    texts: Sequence[bytes] = ()
+
+
+class _Answer(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self) -> None:
+        assert isinstance(self.server, _Agents)
+        text = self.server.texts[int(self.path.strip("/"))]
+        self.send_response(200)
+        self.send_header("Content-Type", "text/plain; version=0.0.4")
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Says nothing: thousands of scrapes a minute."""
+
+
+def scraped(texts: Sequence[str], *, interval: int = 60, evaluations: int = 5, limit: float = 240) -> dict[str, Any]:
+    """Scrapes all agents; evaluation seconds of the page's rule group once every agent was scraped.
+
+    Args:
+        interval: seconds between scrapes of an agent.
+        evaluations: evaluations, two seconds apart, to take the median and the slowest of.
+        limit: seconds until it gives up.
+
+    Raises:
+        TimeoutError: not every agent was scraped within `limit`.
+    """
+    server = _Agents(("127.0.0.1", 0), _Answer)
+    server.texts = [text.encode() for text in texts]
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    with tempfile.TemporaryDirectory(prefix="sdcwatch-fleet-") as folder:
+        port = _write(Path(folder), f"127.0.0.1:{server.server_address[1]}", len(texts), interval)
+        command = ["prometheus", f"--config.file={folder}/p.yaml", f"--storage.tsdb.path={folder}/data"]
+        command.append(f"--web.listen-address=127.0.0.1:{port}")
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        try:
+            return _watched(f"http://127.0.0.1:{port}", process.pid, len(texts), evaluations, limit)
+        finally:
+            process.terminate()
+            process.wait(30)
+            server.shutdown()
+            server.server_close()
+
+
+def _write(folder: Path, address: str, agents: int, interval: int) -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = int(probe.getsockname()[1])
+    groups = [{"targets": [address], "labels": {"__metrics_path__": f"/{n}", "agent": str(n)}} for n in range(agents)]
+    (folder / "agents.json").write_text(json.dumps(groups))
+    config = {
+        "global": {
+            "scrape_interval": f"{interval}s",
+            "scrape_timeout": f"{min(15, interval)}s",
+            "evaluation_interval": "2s",
+        },
+        "rule_files": [str(RULES)],
+        "scrape_configs": [
+            {"job_name": "sdcwatch", "file_sd_configs": [{"files": [str(folder / "agents.json")]}]},
+            {
+                "job_name": "self",
+                "scrape_interval": "1s",
+                "scrape_timeout": "1s",
+                "static_configs": [{"targets": [f"127.0.0.1:{port}"]}],
+            },
+        ],
+    }
+    (folder / "p.yaml").write_text(json.dumps(config))  # JSON is YAML
+    return port
+
+
+def _watched(base: str, pid: int, agents: int, evaluations: int, limit: float) -> dict[str, Any]:
+    begin = time.monotonic()
+    while (up := _number(base, 'count(up{job="sdcwatch"} == 1)') or 0) < agents:
+        if time.monotonic() - begin > limit:
+            raise TimeoutError(f"{up:.0f} of {agents} agents were scraped in {limit:.0f} s")
+        time.sleep(1)
+    all_up = time.monotonic() - begin
+    matching = f'{{rule_group=~".*{GROUP}"}}'
+    seen: dict[float, float] = {}
+    while len(seen) < evaluations:
+        if time.monotonic() - begin > limit + 60:
+            raise TimeoutError(f"{len(seen)} of {evaluations} evaluations were seen")
+        at = _number(base, f"prometheus_rule_group_last_evaluation_timestamp_seconds{matching}")
+        took = _number(base, f"prometheus_rule_group_last_duration_seconds{matching}")
+        if at is not None and took is not None:
+            seen[at] = took
+        time.sleep(1)
+    ordered = sorted(seen.values())
+    status = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return {
+        "targets": agents,
+        "all_scraped_after_s": all_up,
+        "series": _number(base, 'sum(scrape_samples_post_metric_relabeling{job="sdcwatch"})'),
+        "page_group_seconds": ordered[len(ordered) // 2],
+        "page_group_seconds_most": ordered[-1],
+        "paged_ranks": _number(base, 'count(ALERTS{alertname="SDCReplicaMismatch"})') or 0,
+        "prometheus_mb": next(int(line.split()[1]) / 1024 for line in status if "VmRSS" in line),
+    }
+
+
+def _number(base: str, query: str) -> float | None:
+    try:
+        address = f"{base}/api/v1/query?{urllib.parse.urlencode({'query': query})}"
+        with urllib.request.urlopen(address, timeout=30) as answer:
+            result = json.load(answer)["data"]["result"]
+    except OSError:
+        return None
+    return float(result[0]["value"][1]) if result else None
