@@ -207,8 +207,9 @@ def _rank(row: str, rank: int, size: int, port: int, root: str, out: Any) -> Non
     import torch.distributed as dist
 
     os.environ.update(
-        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(size), SDCWATCH_AGENT="off"
-    )
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(size),
+        SDCWATCH_AGENT="off", SDCWATCH_MAX_OVERHEAD="0",
+    )  # fmt: skip
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=size, timeout=datetime.timedelta(seconds=60))
     quiet = open(os.devnull, "w")  # noqa: SIM115

@@ -143,6 +143,10 @@ _METRICS = (
     Metric("sdc_world_size", "gauge", "Ranks that should report", "", "job"),
     Metric("sdc_detector_enabled", "gauge", "1 where the check is on, else 0", "", "job", ("check",), _CHECK),
     Metric(
+        "sdc_check_every", "gauge", "Reducing backwards between two runs of a check, as stretched; 0 means off", "",
+        "job", ("check",), _CHECK,
+    ),
+    Metric(
         "sdc_self_test_passed", "gauge", "1 where the injection at start was found on every rank, else 0", "",
         "job", ("check",), _CHECK,
     ),

@@ -9,6 +9,7 @@ epoch.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import operator
 import os
 import time
@@ -315,7 +316,10 @@ class Monitor:
 
     def coverage(self) -> tuple[coverage.CoverageLine, ...]:
         """What each check covers, how often it runs, and why one is off; empty where the monitor is off."""
-        return self._coverage
+        if self._epoch is None:
+            return ()
+        every = self._epoch.cadences.by_check()  # as stretched by now
+        return tuple(dataclasses.replace(line, every=every.get(line.check, line.every)) for line in self._coverage)
 
     def summary(self) -> dict[str, float]:
         """How this run stands, as a flat dict for W&B or TensorBoard; empty where the monitor is off."""

@@ -44,11 +44,12 @@ _AT_LEAST = {
     "halt_grace_scrapes": 0,
     "halt_grace_seconds": 0,
     "metrics_interval": 0,
+    "max_overhead": 0,
     "agent_port": 1,
     "verdicts_kept": 1,
     "spool_quota_mb": 1,
 }
-_AT_MOST = {"agent_port": 65535}
+_AT_MOST = {"agent_port": 65535, "max_overhead": 1}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +72,9 @@ class Settings:
         conservation_every: the reduced gradient is held against the average of the local ones on every n-th reducing
             backward, the first included; 0 turns it off. It costs several fingerprints, so it does not run on each.
         replay_every: replay audits run on every n-th reducing backward, the first included; 0 turns replay off.
+        max_overhead: most time that all checks together may take, as a share of training without them. Where they take
+            more, their cadences are stretched, the same on all ranks: replay first, then conservation, then all others;
+            `sdc_check_every` says how far. 0 turns it off: then the cadences above hold, whatever they cost.
         halt_grace_scrapes: scrapes that a halting rank waits for where the agent dies with the job.
         halt_grace_seconds: the most seconds of that wait.
         metrics_interval: seconds between two writes of this rank's metrics file.
@@ -93,6 +97,7 @@ class Settings:
     check_every: int = 1
     conservation_every: int = 10
     replay_every: int = 200
+    max_overhead: float = 0.02
     halt_grace_scrapes: int = 3
     halt_grace_seconds: float = 120.0
     metrics_interval: float = 1.0

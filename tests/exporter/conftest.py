@@ -57,6 +57,7 @@ def ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ranks:
     """
     monkeypatch.setenv("SDCWATCH_JOB", "test-job")
     monkeypatch.setenv("SDCWATCH_AGENT", "off")
+    monkeypatch.setenv("SDCWATCH_MAX_OVERHEAD", "0")  # steps of microseconds would be checked ever more rarely
     import sdcwatch.monitor  # noqa: F401
     import torch
     import torch._dynamo  # DDP's constructor imports it: seconds that every forked rank would pay again

@@ -15,7 +15,7 @@ from torch import nn
 def watch(parameters: list[nn.Parameter], *, reducing: bool = True) -> tuple[LocalGradients, list[int]]:
     calls: list[int] = []
     found = LocalGradients(parameters, reducing=lambda: reducing, first=lambda: calls.append(1))
-    found.begin(audited=True)
+    found.begin(due=True, audited=True)
     return found, calls
 
 
@@ -35,11 +35,11 @@ def test_without_an_audit_nothing_is_hashed_and_begin_forgets() -> None:
     """Digests are for audit steps; the next backward starts afresh."""
     net = nn.Linear(4, 3)
     watched, _ = watch(list(net.parameters()))
-    watched.begin(audited=False)
+    watched.begin(due=True, audited=False)
     net(torch.ones(1, 4)).sum().backward()
     assert watched.digests() == {}
     assert watched.norm() > 0
-    watched.begin(audited=False)
+    watched.begin(due=True, audited=False)
     assert watched.norm() == 0.0
 
 

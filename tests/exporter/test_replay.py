@@ -70,7 +70,7 @@ class Run:
         self.recorder = Recorder(CPU, self.module, self.parameters)
         self.recorder.begin()
         self.local = LocalGradients(self.parameters, reducing=lambda: True, first=lambda: None)
-        self.local.begin(audited=True)
+        self.local.begin(due=True, audited=True)
         for number in range(micro):
             batch = {"x": torch.randn(4, 3, 4, 4, generator=torch.Generator().manual_seed(number))}
             with torch.autocast("cpu", torch.bfloat16) if autocast else contextlib.nullcontext():

@@ -83,6 +83,7 @@ class Node:
         environment = {k: v for k, v in os.environ.items() if not k.startswith("SDCWATCH_")}
         environment |= {
             "SDCWATCH_JOB": "job",
+            "SDCWATCH_MAX_OVERHEAD": "0",
             "SDCWATCH_NODE": f"node-{self.name}",
             "SDCWATCH_INSTANCE": f"i-{self.name}",
             "SDCWATCH_SPOOL_DIR": str(self.root / "spool"),

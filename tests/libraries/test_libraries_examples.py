@@ -25,7 +25,8 @@ pytestmark = [pytest.mark.libraries, pytest.mark.timeout(300)]
 
 def run(example: str, folder: Path, fault_rank: str) -> tuple[facts.RunFacts, list[Any]]:
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("SDCWATCH_", "SLURM_"))} | {
-        "SDCWATCH_JOB": "library", "SDCWATCH_AGENT": "off", "TEST_SPOOLS": str(folder), "TEST_FAULT_RANK": fault_rank,
+        "SDCWATCH_JOB": "library", "SDCWATCH_AGENT": "off", "SDCWATCH_MAX_OVERHEAD": "0",
+        "TEST_SPOOLS": str(folder), "TEST_FAULT_RANK": fault_rank,
         "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "",
     }  # fmt: skip
     words = ["-m", "torch.distributed.run", "--nproc-per-node=3", "--master-addr=127.0.0.1", "--master-port=0"]

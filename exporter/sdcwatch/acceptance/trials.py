@@ -159,6 +159,7 @@ def _trial(
     if fault is not None:
         plan = plan.fail_at(victim, _STRIKES, location=fault.location, pattern=fault.pattern, mode=fault.mode)
     settings = common | {"replay_every": 1 if fault is not None and fault.replay else 0, "conservation_every": 1}
+    settings["max_overhead"] = 0  # a fault is injected into one certain step, which must be a checked one
     one = _Run(shape, device, plan, **settings)
     for number in range(1, _STEPS + 1):
         one.step(number)

@@ -33,8 +33,7 @@ class Conservation:
     """The checksums of one rank.
 
     Attributes:
-        hook_seconds: spent during the running backward.
-        row_seconds: spent on the newest row.
+        hook_seconds: spent in hooks of the running backward.
 
     Args:
         ddp: the model whose reduce is watched.
@@ -44,7 +43,6 @@ class Conservation:
 
     def __init__(self, ddp: DistributedDataParallel, parameters: Sequence[torch.nn.Parameter], size: int) -> None:
         self.hook_seconds = 0.0
-        self.row_seconds = 0.0
         self._ddp = ddp
         self._parameters = parameters
         self._size = size
@@ -67,7 +65,7 @@ class Conservation:
             due: whether this one is checked.
             followed: a hook of the user's runs after ours, so what DDP reduces need not be what we saw: undefined.
         """
-        self.hook_seconds = self.row_seconds = 0.0
+        self.hook_seconds = 0.0
         self._shift = count * _STRIDE % _SHIFTS
         self._local.clear()
         self._marks.clear()
@@ -103,7 +101,6 @@ class Conservation:
         """
         if not self._due and self._reason is None:
             return {}
-        begin = time.perf_counter()
         reason = self._reason or self._unseen()
         if reason is not None:
             return {"conservation": SkipReason.code(reason)}
@@ -118,7 +115,6 @@ class Conservation:
         ):
             for group, part in enumerate(self._by_group(values)):
                 found[f"{name}_{group}"] = float(add(part))
-        self.row_seconds = time.perf_counter() - begin
         return found
 
     def _unseen(self) -> str | None:

@@ -8,7 +8,8 @@ the L2 norm always and the fingerprint on audit steps. It never writes to a grad
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -21,6 +22,9 @@ _HALF = (torch.float16, torch.bfloat16)
 
 class LocalGradients:
     """What this rank's backward produced, parameter by parameter.
+
+    Attributes:
+        seconds: spent on norms in hooks of the running backward.
 
     Args:
         parameters: the parameters that DDP reduces, in module order.
@@ -45,7 +49,8 @@ class LocalGradients:
         self._norms: dict[int, torch.Tensor] = {}
         self._digests: dict[int, int] = {}
         self._handles: list[RemovableHandle] = []
-        self.audited = False
+        self.due = self.audited = False
+        self.seconds = 0.0
         for index, parameter in enumerate(parameters):
             self._handles.append(parameter.register_post_accumulate_grad_hook(self._hook(index)))
 
@@ -63,18 +68,23 @@ class LocalGradients:
         return observe
 
     def _look(self, index: int, gradient: torch.Tensor) -> None:
+        if not self.due:
+            return
+        begin = time.perf_counter()
         self._norms[index] = norm(gradient)
+        self.seconds += time.perf_counter() - begin
         if self.audited:
             self._digests[index] = fingerprint([gradient])
         if self._further is not None:
             self._further(index, gradient)
 
-    def begin(self, *, audited: bool) -> None:
-        """Forgets the last backward; `audited` asks for fingerprints in the next one."""
+    def begin(self, *, due: bool, audited: bool) -> None:
+        """Forgets the last backward; `due` asks for norms in the next one, `audited` for fingerprints as well."""
         self._norms.clear()
         self._digests.clear()
         self._failure = None
-        self.audited = audited
+        self.seconds = 0.0
+        self.due, self.audited = due or audited, audited
 
     def norms(self) -> Mapping[int, torch.Tensor]:
         """L2 norm of each local gradient seen, by parameter index, as 0-d tensors.
@@ -121,6 +131,8 @@ def norm(gradient: torch.Tensor) -> torch.Tensor:
         value = value.coalesce().values()
     if value.is_floating_point() and value.element_size() == 1:
         value = value.to(torch.float32)  # the 8-bit floats have no norm of their own
+    # Not torch.dot, although it is twice as fast on a CPU: its last bits depend on where the memory begins, and a heal
+    # compares the norms of two passes to the bit.
     result: torch.Tensor = torch.linalg.vector_norm(value, dtype=torch.float32 if value.dtype in _HALF else None)
     return result
 
@@ -128,14 +140,24 @@ def norm(gradient: torch.Tensor) -> torch.Tensor:
 def reduced(parameters: Sequence[torch.nn.Parameter]) -> tuple[int, bool]:
     """Fingerprint of the reduced gradients, and whether they hold Inf or NaN.
 
-    Sums are a cheap first look (one pass at memory speed): only where one is not finite are the elements asked.
+    Sums are a cheap first look, taken just before the same memory is hashed, so that it comes out of a cache: only
+    where one is not finite are the elements asked.
     """
     gradients = [None if p.grad is None else local(p.grad) for p in parameters]
-    values = [_real(g.detach()) for g in gradients if g is not None and g.layout in (torch.strided, torch.sparse_coo)]
-    sums = [v.sum(dtype=torch.float32) for v in values]
+    values: list[torch.Tensor] = []
+    sums: list[torch.Tensor] = []
+
+    def looked_at() -> Iterator[torch.Tensor | None]:
+        for gradient in gradients:
+            if gradient is not None and gradient.layout in (torch.strided, torch.sparse_coo):
+                values.append(_real(gradient.detach()))
+                sums.append(values[-1].sum(dtype=torch.float32))
+            yield gradient
+
+    digest = fingerprint(looked_at())
     suspicious = bool(sums) and not math.isfinite(float(torch.stack([s.to(sums[0].device) for s in sums]).sum()))
     nonfinite = suspicious and any(not bool(torch.isfinite(v).all()) for v in values)
-    return fingerprint(gradients), nonfinite
+    return digest, nonfinite
 
 
 def _real(gradient: torch.Tensor) -> torch.Tensor:

@@ -39,6 +39,8 @@ from sdcwatch.verdict import (
 )
 from sdcwatch.verdict.records import REPLAY, ROW_CHECKS
 from sdcwatch.watch.audit import Auditor, Outcome
+from sdcwatch.watch.budget import Budget, Cadences, Stretch
+from sdcwatch.watch.clock import Clock
 from sdcwatch.watch.contain import Halt, containing
 from sdcwatch.watch.exchange import Exchange, last_rows
 from sdcwatch.watch.mend import Mender
@@ -89,6 +91,11 @@ class Epoch:
         self._audits_skipped = 0
         self.mender = Mender(self, settings.heal_window) if settings.on_fault == "heal" else None
         self._environment = membership.group.environments[exchange.rank]
+        self.clock = Clock(watched.device, reporter.spent)
+        self.budget = Budget(settings, reporter.seconds)
+        self.stretch = Stretch()
+        self.cadences = Cadences.of(settings)
+        self._export_cadences()
         self.prepared = Prepared()
         self._forward_handle = self.prepared.watch(watched.model, watched.ddp, self._backward_begins)
         self.auditor = Auditor(
@@ -119,8 +126,10 @@ class Epoch:
             first=self._arm,
             further=self.conservation.local if self.conservation is not None else None,
         )
-        self.fields = RowFields(watched, reporter, self.local, self.conservation, self.optimizer_watch, self.recorder)
-        self.local.begin(audited=self.audit_due)
+        self.fields = RowFields(
+            watched, reporter, self.local, self.conservation, self.optimizer_watch, self.recorder, self.clock
+        )
+        self._begin_local()
 
     @property
     def history(self) -> History:
@@ -130,18 +139,18 @@ class Epoch:
     @property
     def check_due(self) -> bool:
         """Whether the next reducing backward is checked."""
-        return self.watched.comparable and self.count % self._settings.check_every == 0
+        return self.watched.comparable and self.count % self.cadences.checks == 0
 
     @property
     def audit_due(self) -> bool:
         """Whether the next reducing backward is audited."""
-        every = self._settings.cadence(self._settings.replay_every)
+        every = self.cadences.replay
         return bool(every) and not self.replay_off and self.count % every == 0
 
     @property
     def conservation_due(self) -> bool:
         """Whether the next reducing backward is held against the average of the local gradients."""
-        every = self._settings.cadence(self._settings.conservation_every)
+        every = self.cadences.conservation
         return bool(every) and bool(self.watched.local_gradients) and (self._healing or self.count % every == 0)
 
     @property
@@ -205,7 +214,8 @@ class Epoch:
         self.prepared.used()
         if self._healing:
             return  # a heal's own backward: `_healed` exchanges once it is over
-        checked, audited = self.check_due, self.audit_due
+        checked, audited, conserved = self.check_due, self.audit_due, self.conservation_due
+        self.clock.collect()
         self.count += 1
         self.backwards_in_step += 1
         try:
@@ -214,35 +224,38 @@ class Epoch:
             if checked:
                 self._exchange(audited)
         finally:
-            self.local.begin(audited=self.audit_due)
+            self.budget.interval(time.perf_counter(), checked=checked, conserved=conserved, audited=audited)
+            self._begin_local()
             if self.mender is not None:
                 self.mender.healer.keeper.release()
 
+    def _begin_local(self) -> None:
+        self.local.begin(due=self.check_due, audited=self.audit_due)
+
     def _exchange(self, audited: bool) -> None:
-        begin = time.perf_counter()
+        with self.clock.timed("gradient_checksum"):
+            self._exchange_timed(audited)
+
+    def _exchange_timed(self, audited: bool) -> None:
         payload = self._audit_payload() if audited else None
         row = self.own_row(lambda: self.fields.measured() | (self._replayable(payload) if audited else {}))
         rows = self.exchange.rows(row)
-        outcome, audit_seconds = self._audit(rows, row, payload) if audited else (None, 0.0)
+        outcome = self._audit(rows, row, payload) if audited else None
         before = self.histories
         judgement = self.judge_rows(rows, outcome)
         if self.mender is not None and asks(judgement):
             self.mender.mend(judgement, before, row, rows, outcome)
         else:
             self._settle(judgement, row, rows, self.exchange)
-        counted = audit_seconds + (self.conservation.row_seconds if self.conservation is not None else 0.0)
-        self.reporter.spent("gradient_checksum", time.perf_counter() - begin - counted)
 
-    def _audit(self, rows: Sequence[Row | RowError], row: Row, payload: bytes | None) -> tuple[Outcome, float]:
-        """Runs one audit; its outcome and its seconds. Collective."""
-        begin = time.perf_counter()
-        outcome = self.auditor.run(self.history, rows, row, payload, self.local.digests())
-        seconds = time.perf_counter() - begin
-        self.reporter.spent("replay", seconds)
+    def _audit(self, rows: Sequence[Row | RowError], row: Row, payload: bytes | None) -> Outcome:
+        """Runs one audit. Collective."""
+        with self.clock.timed("replay"):
+            outcome = self.auditor.run(self.history, rows, row, payload, self.local.digests())
         self._audits_skipped = self._audits_skipped + 1 if outcome.reason else 0
         blind = self._audits_skipped >= BLIND_AFTER
         self.reporter.metrics.set("sdc_detector_enabled", float(not blind), check="replay")
-        return outcome, seconds
+        return outcome
 
     def _audit_payload(self) -> bytes | None:
         """This step's packed micro-batches; and the environment as it is now, since flags may change in mid-run."""
@@ -261,12 +274,31 @@ class Epoch:
             judgement, histories = self._compare(step, rows, outcome)
         except Exception as error:  # our border: a verdict that fails is no verdict, and the ranks still agree below
             self.reporter.swallow("verdict", error)
-        agreed, highest = self.exchange.agree(judgement.code, judgement.digest)
+        wanted = self.budget.wanted(self.stretch)
+        agreed, highest, most = self.exchange.agree_on_most(judgement.code, judgement.digest, wanted)
+        self._stretch_to(Stretch(*most))
         if agreed:
             self.histories = histories
         combined = combine(judgement, agreed, highest, lasting=self._disagreed)
         self._disagreed = not agreed
         return combined
+
+    def _stretch_to(self, stretch: Stretch) -> None:
+        """Takes the cadences that all ranks agreed on; said and exported where they changed."""
+        if stretch == self.stretch:
+            return
+        self.stretch, self.cadences = stretch, Cadences.of(self._settings, stretch)
+        self._export_cadences()
+        if self.exchange.rank == 0:
+            every = ", ".join(f"{check} every {n}" for check, n in self.cadences.by_check().items() if n)
+            self.reporter.say(
+                f"sdcwatch: to keep to max_overhead={self._settings.max_overhead:g}, cadences are now: {every} "
+                "(reducing backwards); raise max_overhead, or set it to 0, to check as often as the settings say"
+            )
+
+    def _export_cadences(self) -> None:
+        for check, every in self.cadences.by_check().items():
+            self.reporter.metrics.set("sdc_check_every", every, check=check)
 
     def _compare(
         self, step: int, rows: Sequence[Row | RowError | None], outcome: Outcome | None = None
@@ -348,14 +380,13 @@ class Epoch:
         return self.fields.replayable(payload, collective=self.auditor.collective, backwards=self.backwards_in_step)
 
     def _guard(self, what: str, measure: Callable[[], None]) -> None:
-        begin = time.perf_counter()
-        try:
-            measure()
-        except CorruptionDetected:
-            raise
-        except Exception as error:  # our border: optimizer.step must not fail because a measurement did
-            self.reporter.swallow(what, error)
-        self.reporter.spent("weight_checksum", time.perf_counter() - begin)
+        with self.clock.timed("weight_checksum"):
+            try:
+                measure()
+            except CorruptionDetected:
+                raise
+            except Exception as error:  # our border: optimizer.step must not fail because a measurement did
+                self.reporter.swallow(what, error)
 
     def close(self) -> None:
         """Removes every hook."""

@@ -46,19 +46,24 @@ class Exchange:
         return unpack_rows(kind, to_bytes(out), self.size)
 
     def agree(self, code: int, digest: int) -> tuple[bool, int]:
-        """One MAX over (code, -code, digest, -digest).
+        """`agree_on_most` without numbers beside."""
+        return self.agree_on_most(code, digest, ())[:2]
+
+    def agree_on_most(self, code: int, digest: int, wanted: Sequence[int]) -> tuple[bool, int, tuple[int, ...]]:
+        """One MAX over (code, -code, digest, -digest) and the numbers wanted.
 
         Args:
             code: this rank's verdict code, small and not negative.
             digest: 63-bit digest of what this rank concluded.
+            wanted: small numbers, as many on every rank.
 
         Returns:
-            Whether all ranks concluded the same, and the highest code among them.
+            Whether all ranks concluded the same, the highest code among them, and the highest of each number.
         """
-        value = torch.tensor([code, -code, digest, -digest], dtype=torch.int64, device=self.device)
+        value = torch.tensor([code, -code, digest, -digest, *wanted], dtype=torch.int64, device=self.device)
         dist.all_reduce(value, op=dist.ReduceOp.MAX, group=self.group)
-        highest, lowest, top, bottom = value.tolist()
-        return highest == -lowest and top == -bottom, highest
+        highest, lowest, top, bottom, *most = value.tolist()
+        return highest == -lowest and top == -bottom, highest, tuple(most)
 
     def transit(self, payload: bytes, routes: Mapping[int, int], sizes: Sequence[int]) -> dict[int, bytes]:
         """Moves whole payloads between ranks in one `all_to_all_single`.

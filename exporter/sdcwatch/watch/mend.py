@@ -94,7 +94,7 @@ class Mender:
         """Does what the plan says and checks the step again; why it failed, the same on all ranks, or ""."""
         epoch = self._epoch
         norms = self._norms()
-        epoch.local.begin(audited=False)
+        epoch.local.begin(due=True, audited=False)
         trouble = self.healer.rebuild(plan)
         if trouble:
             return trouble

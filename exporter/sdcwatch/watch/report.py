@@ -59,6 +59,7 @@ class Reporter:
         self._written = 0.0
         self._swallowed: set[str] = set()
         self._ran: dict[str, float] = {}
+        self.seconds: dict[str, float] = dict.fromkeys(CHECKS, 0.0)  # of each check, since the start
         self._norms = NormHistory()
         self.metrics = RankMetrics(
             self.identity.labels(),
@@ -263,6 +264,7 @@ class Reporter:
     def spent(self, check: str, seconds: float) -> None:
         """Counts the time of one check."""
         if check in CHECKS:
+            self.seconds[check] += max(seconds, 0.0)
             self.metrics.inc("sdc_check_seconds_total", max(seconds, 0.0), check=check)
 
     def skipped(self, check: str, reason: str) -> None:

@@ -21,6 +21,7 @@ from sdcwatch.checks.weights import OptimizerWatch, hyperparameters_digest, vers
 from sdcwatch.fingerprint import combine as digests_combined
 from sdcwatch.fingerprint import fingerprint
 from sdcwatch.observation import SkipReason
+from sdcwatch.watch.clock import Clock
 from sdcwatch.watch.replication import ShardedReplicas, Wrapper
 from sdcwatch.watch.report import Reporter
 
@@ -64,8 +65,10 @@ class RowFields:
         conservation: Conservation | None,
         optimizer_watch: OptimizerWatch,
         recorder: Recorder,
+        clock: Clock,
     ) -> None:
         self._watched = watched
+        self._clock = clock
         self._reporter = reporter
         self._local = local
         self._conservation = conservation
@@ -86,6 +89,7 @@ class RowFields:
 
     def _before_the_reduce(self) -> dict[str, Any]:
         norm = self._local.norm()
+        self._reporter.spent("gradient_norm", self._local.seconds)
         return {"local_norm": norm, "local_nonfinite": int(not math.isfinite(norm)), **self._conserved()}
 
     def _conserved(self) -> dict[str, Any]:
@@ -97,10 +101,11 @@ class RowFields:
                 "this backward left parameters without a gradient, so DDP did not finish its reduce and will say so at "
                 "the next forward; pass it find_unused_parameters=True where that is meant"
             )
-        fields = self._conservation.fields(norms)
+        with self._clock.timed("allreduce_conservation"):
+            fields = self._conservation.fields(norms)
         if not fields:
             return fields
-        self._reporter.spent("allreduce_conservation", self._conservation.hook_seconds + self._conservation.row_seconds)
+        self._reporter.spent("allreduce_conservation", self._conservation.hook_seconds)
         if fields["conservation"] == SkipReason.code("comm_hook") and not self._hook_said:
             self._hook_said = True  # it holds for the whole run: said once, not a skip a step
             self._reporter.skipped("allreduce_conservation", "comm_hook")

@@ -25,7 +25,7 @@ from sdcwatch.verdict import Group
 from sdcwatch.watch.exchange import Exchange
 
 #: Settings that decide which collectives run when; ranks that differ in one would split.
-SHARED_SETTINGS = ("on_fault", "check_every", "conservation_every", "replay_every", "heal_window")
+SHARED_SETTINGS = ("on_fault", "check_every", "conservation_every", "replay_every", "heal_window", "max_overhead")
 
 
 @dataclass(frozen=True, slots=True)

@@ -81,7 +81,7 @@ class Program:
     ) -> None:
         self.name, self.command, self.log, self.ready = name, list(command), log, ready
         keep = {k: v for k, v in os.environ.items() if not k.startswith(("SDCWATCH_", "SLURM", "KUBERNETES"))}
-        self.environment = {**keep, **variables}
+        self.environment = {**keep, "SDCWATCH_MAX_OVERHEAD": "0", **variables}
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self, *, await_ready: bool = True) -> Program:
