@@ -11,10 +11,12 @@ import sqlalchemy
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 from sdcwatch_remediation import schema
+from sdcwatch_remediation.alertmanager import Alert
 from sdcwatch_remediation.database import Database
 from sdcwatch_remediation.errors import ConfigError, Conflict, StoreUnavailable
 from sdcwatch_remediation.lease import Lease
 from sdcwatch_remediation.settings import Policy
+from sdcwatch_remediation.signals import derive
 from sdcwatch_remediation.store import Store
 from sdcwatch_remediation.testing import Clock, alert, fleet
 
@@ -22,8 +24,11 @@ OF_SCHEMA_2 = ("leases", "retired_gpus")
 
 
 def as_schema_1(url: str) -> None:
-    """Make the database that the first version left behind."""
-    Database(url).close()
+    """Make the database that the first version left behind, with a case in it."""
+    database = Database(url)
+    signal = derive(Alert(0, "firing", alert(fleet(3)[2], 2)["labels"], ""), "demo")
+    Store(database, Policy(), Clock()).record_delivery(b"{}", [signal])
+    database.close()
     engine = sqlalchemy.create_engine(url)
     with engine.begin() as connection:
         for table in (*OF_SCHEMA_2, "alembic_version"):
@@ -46,7 +51,12 @@ def test_a_migrated_database_is_what_a_new_one_is(database_url: str) -> None:
     assert not before.created
     with before.read() as connection:
         assert compare_metadata(MigrationContext.configure(connection), schema.metadata) == []
-        assert connection.execute(sqlalchemy.select(schema.deliveries.c.received_at)).scalar() == 1.0
+        assert 1.0 in connection.execute(sqlalchemy.select(schema.deliveries.c.received_at)).scalars().all()
+    store = Store(before, Policy(), Clock())
+    (case,) = store.cases()
+    assert (case.state, case.held_by, case.instance_id) == ("received", "", fleet(3)[2].instance_id)
+    assert [line["step"] for line in store.timeline(case.id)] == ["signal_received"]
+    assert store.move(case, "proving").state == "proving"
     before.close()
     again = Database(database_url)
     assert again.id == before.id
@@ -193,9 +203,6 @@ def test_a_service_with_its_own_file_does_not_wait_for_a_dead_one(tmp_path: Path
 
 def test_signals_of_two_processes_at_once_make_one_case(database_url: str) -> None:
     """Eight threads on two connections of their own deliver the same doorbell: one case, the others join it."""
-    from sdcwatch_remediation.alertmanager import Alert
-    from sdcwatch_remediation.signals import derive
-
     member = fleet(3)[2]
     signal = derive(Alert(0, "firing", alert(member, 2)["labels"], ""), "demo")
     databases = [Database(database_url, busy_timeout_seconds=30.0, exclusive=False) for _ in range(2)]
