@@ -23,7 +23,7 @@ export PATH := $(CURDIR)/.tools/bin:$(CURDIR)/.venv/bin:$(PATH)
 export PYTHON3 TORCH_VERSION TORCH_INDEX
 CODE := exporter remediation tests $(wildcard alert_rules demo dashboards benchmarks examples)
 
-.PHONY: help setup bench setup-integrations campaign-alerts campaign-heal campaign-remediation campaign-kill campaign-api mutants mutants-remediation demo dashboards-preview test test-integrations lint types imports unit format lock clean distclean
+.PHONY: help setup bench setup-integrations campaign-alerts campaign-heal campaign-remediation campaign-kill campaign-api load-remediation mutants mutants-remediation demo dashboards-preview test test-integrations lint types imports unit format lock clean distclean
 
 
 help: ## list the targets
@@ -98,6 +98,9 @@ campaign-kill: setup ## sixty runs of the real service with kill -9 while a node
 
 campaign-api: setup ## ten thousand hostile requests at every route of the service (CAMPAIGN_ARGS='--payloads 500')
 	@$(PYTHON) tests/remediation/api_campaign.py $(CAMPAIGN_ARGS)
+
+load-remediation: setup ## ten thousand deliveries to the service, fifty in flight: how long, and is one lost? (LOAD_ARGS=--document)
+	@$(PYTHON) benchmarks/load.py $(LOAD_ARGS)
 
 format: setup ## let ruff rewrite the code
 	@$(PYTHON) -m ruff check --fix $(CODE)

@@ -2,7 +2,8 @@
 
 What it does: starts the real `serve` before a simulated HyperPod, on SQLite with one process or on a PostgreSQL of our
 own with two, delivers from a process of its own as Alertmanager does, and measures how long each was waited for, what
-the service's memory did, and whether every acknowledged delivery is kept, each alert judged and each instance one case.
+the service's memory did, and whether every acknowledged delivery is kept, each alert judged and a case there for each
+instance.
 What it never does: count a delivery that was not acknowledged as done: a 503 is sent again, and its wait goes on.
 Its place: `make load-remediation`; docs/remediation-proof.md holds its table.
 """
@@ -56,6 +57,7 @@ class Load:
     kept: int = 0
     signals: int = 0
     cases: int = 0
+    """Instances with a case."""
     results: dict[str, int] = field(default_factory=dict)
     memory_mib: list[list[float]] = field(default_factory=list)
     """Resident memory of each process, a sample a tenth of the load."""
@@ -153,7 +155,7 @@ def measure(load: Load, url: str) -> Load:
                     return int(connection.execute(select(func.count(column))).scalar() or 0)
 
                 load.kept, load.signals = count(schema.deliveries.c.id), count(schema.signals.c.id)
-                load.cases = count(schema.cases.c.id)
+                load.cases = count(schema.cases.c.instance_id.distinct())
                 table = schema.signals
                 rows = connection.execute(select(table.c.result, func.count()).group_by(table.c.result))
                 load.results = {str(result): int(number) for result, number in rows}

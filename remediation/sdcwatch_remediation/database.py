@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import threading
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -69,6 +70,8 @@ class Database:
         """Whether no other process can have this database open."""
         self.created = False
         """Whether it was empty until now."""
+        self._turn = threading.Lock()
+        self._writing = threading.Lock()
         self._busy_milliseconds = max(1, int(busy_timeout_seconds * 1000))
         try:
             self.engine = self._open(parsed, busy_timeout_seconds)
@@ -116,13 +119,33 @@ class Database:
             StoreUnavailable: the database could not take it; nothing was written.
             IntegrityError: a unique index refused it; nothing was written.
         """
-        with _translated(), self.engine.begin() as connection:
+        with self._single_file(), _translated(), self.engine.begin() as connection:
             if self._postgresql:
                 # One writer at a time, as with SQLite's BEGIN IMMEDIATE: whoever has the lock sees all that was
                 # committed before, so nothing has to be retried for a conflict.
                 connection.exec_driver_sql(f"SET LOCAL lock_timeout = {self._busy_milliseconds}")
                 connection.exec_driver_sql(f"SELECT pg_advisory_xact_lock({WRITERS})")
             yield connection
+
+    @contextmanager
+    def _single_file(self) -> Iterator[None]:
+        # SQLite's own waiting is a poll with growing pauses, in which the unlucky wait for seconds; among the threads
+        # of one process a lock hands the turn on at once.
+        if not self._sqlite:
+            yield
+            return
+        if not self._writing.acquire(timeout=self._busy_milliseconds / 1000):
+            raise StoreUnavailable("the database cannot be used now: others write for longer than busy_timeout_seconds")
+        try:
+            yield
+        finally:
+            self._writing.release()
+
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        """Wait for the turn to commit what several threads of this process have gathered."""
+        with self._turn:
+            yield
 
     @contextmanager
     def read(self) -> Iterator[Connection]:

@@ -22,8 +22,9 @@ from sdcwatch_remediation.cases import Case, from_row
 from sdcwatch_remediation.errors import Conflict
 from sdcwatch_remediation.evidence import canonical_json
 from sdcwatch_remediation.facts import PastEvent, Usage
+from sdcwatch_remediation.intake import is_retired
 from sdcwatch_remediation.records import ReplaceResult
-from sdcwatch_remediation.store import GONE, AuditLine, Store, is_retired
+from sdcwatch_remediation.store import GONE, AuditLine, Store
 
 DAY_SECONDS = 86_400.0
 

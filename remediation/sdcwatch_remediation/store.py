@@ -20,9 +20,10 @@ from sqlalchemy.exc import IntegrityError
 from sdcwatch_remediation import schema
 from sdcwatch_remediation.cases import Case, from_row
 from sdcwatch_remediation.database import Database
-from sdcwatch_remediation.errors import Conflict, StoreUnavailable
+from sdcwatch_remediation.errors import Conflict
 from sdcwatch_remediation.evidence import Copy, read_event
 from sdcwatch_remediation.highwater import HighWater
+from sdcwatch_remediation.intake import Intake
 from sdcwatch_remediation.settings import Policy
 from sdcwatch_remediation.signals import NoSignal, Signal
 from sdcwatch_remediation.states import INITIAL, STATES, allowed
@@ -68,6 +69,7 @@ class Store:
         self.clock = clock
         self._sink = sink
         self._fence = fence
+        self._intake = Intake(self)
         self.high_water = high_water
 
     @contextmanager
@@ -81,67 +83,15 @@ class Store:
     # Deliveries
 
     def record_delivery(self, body: bytes, derived: Iterable[Signal | NoSignal]) -> list[dict[str, Any]]:
-        """Commit one raw delivery with what was derived from it; return one result per alert.
-
-        A signal opens a case, or joins the one that stands or has only just ended for the same instance.
+        """Commit one raw delivery with what was derived from it; return one result per alert; see `intake`.
 
         Raises:
             StoreUnavailable: nothing was kept; the sender must try again.
         """
-        results: list[dict[str, Any]] = []
-        lines: list[AuditLine] = []
-        with self._one_winner(), self.write() as connection:
-            now = self.clock()
-            delivery = connection.execute(
-                insert(schema.deliveries).values(received_at=now, body=body)
-            ).inserted_primary_key
-            assert delivery is not None
-            for item in derived:
-                if isinstance(item, NoSignal):
-                    result, reason, case_id = item.result, item.reason, ""
-                    if item.drill:
-                        self.audit_in(connection, lines, "", "drill_received", {"drill": item.drill}, now)
-                else:
-                    result, reason, case_id = self._ring(connection, item, now, lines)
-                row = {"result": result, "reason": reason, "case_id": case_id}
-                connection.execute(
-                    insert(schema.signals).values(delivery_id=delivery[0], alert_index=item.index, **row)
-                )
-                results.append({"index": item.index, "result": result, "reason": reason, "case": case_id or None})
-        self.publish(lines)
-        return results
+        return self._intake.record(body, derived)
 
-    @contextmanager
-    def _one_winner(self) -> Iterator[None]:
-        try:
-            yield
-        except IntegrityError as error:
-            # Another process opened the same case between our look and our insert; the retry will join it.
-            raise StoreUnavailable("another process opened this case at the same time; send it again") from error
-
-    def _ring(self, connection: Connection, signal: Signal, now: float, lines: list[AuditLine]) -> tuple[str, str, str]:
-        key = (signal.cluster, signal.instance_id)
-        if is_retired(connection, *key):
-            return "rejected", f"{signal.instance_id} was already replaced", ""
-        table = schema.cases
-        # A case that ended a moment ago with an event is watched: the worker looks for newer events of its instance.
-        since = now - self.policy.evidence_max_age_seconds
-        standing = connection.execute(
-            select(table.c.id)
-            .where(table.c.cluster == key[0], table.c.instance_id == key[1])
-            .where(table.c.closed_at.is_(None) | ((table.c.closed_at > since) & (table.c.event_id != "")))
-            .order_by(table.c.opened_at.desc())
-            .limit(1)
-        ).scalar()
-        if standing is not None:
-            self.audit_in(connection, lines, standing, "signal_again", {"job": signal.job, "check": signal.check}, now)
-            return "joined", "a case of this instance stands or has just ended", standing
-        case_id = self._open(connection, signal, now)
-        detail = {"node": signal.node_name, "instance": signal.instance_id, "job": signal.job, "check": signal.check}
-        self.audit_in(connection, lines, case_id, "signal_received", detail, now)
-        return "accepted", "a case was opened; the proof is fetched next", case_id
-
-    def _open(self, connection: Connection, signal: Signal, now: float) -> str:
+    def open_in(self, connection: Connection, signal: Signal, now: float) -> str:
+        """Open a case inside a transaction that is already open, and return its id."""
         case_id = f"case-{secrets.token_hex(6)}"
         seconds = STATES[INITIAL].seconds(self.policy)
         assert seconds is not None
@@ -191,7 +141,7 @@ class Store:
         try:
             with self.write() as connection:
                 now = self.clock()
-                case_id = self._open(connection, signal, now)
+                case_id = self.open_in(connection, signal, now)
                 detail = {"node": case.node_name, "instance": case.instance_id, "event": event_id, "after": case.id}
                 self.audit_in(connection, lines, case_id, "signal_received", detail, now)
         except IntegrityError:
@@ -440,10 +390,3 @@ class Store:
         """Return the id of the newest audit line; 0 while there is none."""
         with self.database.read() as connection:
             return int(connection.execute(select(func.max(schema.audit.c.id))).scalar() or 0)
-
-
-def is_retired(connection: Connection, cluster: str, instance_id: str) -> bool:
-    """Whether a tombstone says that an instance id was replaced before."""
-    table = schema.tombstones
-    query = select(func.count()).where(table.c.cluster == cluster, table.c.instance_id == instance_id)
-    return bool(connection.execute(query).scalar())

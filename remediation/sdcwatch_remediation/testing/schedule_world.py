@@ -38,7 +38,7 @@ PROCESSES = 2
 ACT = (
     "reserve", "record", REPLACE, "scontrol update", "scontrol update fail", "requeuehold 1", "release 1", "entomb",
     "in replace", "in quarantine", "in _carry_out", "in contain", "in prove_replacement", "in _then", "in settle",
-    "in _by_mode", "in _proven", "/latch/release", "in _judge", "_decide", "suspect", "reopen", "record_delivery",
+    "in _by_mode", "in _proven", "/latch/release", "in _judge", "_decide", "suspect", "reopen", "_commit",
     "in _expire", "in ask", "in replaced_by_others", "in _stopped", "hold",
 )  # fmt: skip
 """Ends of the names of moments that kills are aimed at: what leads to an act, the act, and what follows from it."""
