@@ -46,6 +46,7 @@ from sdcwatch.watch.exchange import Exchange
 from sdcwatch.watch.replication import Sets, Wrapper, replica_sets, replicated_parameters, unwrap
 from sdcwatch.watch.report import Reporter, log
 from sdcwatch.watch.row_fields import Watched
+from sdcwatch.watch.same_step import former_halts
 
 PHASES = ("training", "evaluating", "checkpointing")
 
@@ -198,6 +199,7 @@ class Monitor:
             blind=self._self_test(device).blind,
             epoch=start.new_epoch(),
             replays=self._loss_fn is not None,
+            halts=former_halts(self._latch_places(), identity.job),
         )
         return brought, None
 

@@ -49,6 +49,7 @@ __all__ = [
     "prune",
     "resume_point",
     "save",
+    "step_back",
     "taint",
     "unreadable",
     "verify",
@@ -340,6 +341,16 @@ def taint(directory: Path | str, newer_than: int | None, reason: str, *, epoch: 
             manifest.unlink(missing_ok=True)
     durable.sync_directory(Path(directory))
     return tuple(renamed)
+
+
+def step_back(directory: Path | str, reason: str) -> tuple[Path, ...]:
+    """Taints the newest verified checkpoint and what is newer, so that a resume lands on the verified one before it.
+
+    Returns:
+        As `taint`; empty, with nothing renamed, where no older verified one is left to land on.
+    """
+    steps = sorted({r.step for r in list_checkpoints(directory) if r.trusted("verified")})
+    return taint(directory, steps[-2], reason) if len(steps) > 1 else ()
 
 
 def prune(directory: Path | str, keep: int) -> tuple[Path, ...]:

@@ -68,6 +68,7 @@ class Latch:
     trust_needed: str
     checkpoint_dir: str | None
     sentence: str
+    same_step_as: str = ""  # id of a former halt at these steps on other hardware: then a person must release
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +112,8 @@ def parse_latch(record: dict[str, Any], origin: str) -> Latch:
     try:
         if record["schema"] != SCHEMA:
             raise SpoolError(f"{origin} has schema {record['schema']!r}, this build reads {SCHEMA}; upgrade sdcwatch")
-        fields = {name: record[name] for name in Latch.__slots__ if name not in ("named", "nodes")}
+        fields = {name: record[name] for name in Latch.__slots__ if name not in ("named", "nodes", "same_step_as")}
+        fields["same_step_as"] = str(record.get("same_step_as", ""))
         fields["step"], fields["time"] = int(record["step"]), float(record["time"])
         named = tuple(NamedRank(**{name: entry[name] for name in NamedRank.__slots__}) for entry in record["named"])
         nodes = tuple(LatchNode(**{name: entry[name] for name in LatchNode.__slots__}) for entry in record["nodes"])
@@ -323,6 +325,18 @@ def quarantined(uid_root: Path | str, instance: str) -> Quarantine | None:
     return mark if mark is not None and mark.instance == instance and instance else None
 
 
+def _next(latch: Latch) -> list[str]:
+    if latch.same_step_as:
+        return [
+            f"  next      these steps failed before on other hardware (latch {latch.same_step_as}): no more nodes are",
+            "            blamed, and only a person releases this, after a look at checkpoint, data and build:",
+        ]
+    return [
+        "  next      no step runs until the latch is released: by the remediation service, by the job itself when",
+        "            nobody is named and every node passes preflight, or by a person:",
+    ]
+
+
 def explain(latch: Latch, directories: Sequence[Path | str]) -> str:
     """The block that a person meets where a job does not start: what stands, why, and the command to look further."""
     who = ", ".join(f"rank {n.rank} on {n.node} {n.instance}".rstrip() for n in latch.named) or "nobody"
@@ -334,8 +348,7 @@ def explain(latch: Latch, directories: Sequence[Path | str]) -> str:
             f"  what      {latch.sentence}",
             f"  named     {who}; {latch.check} at step {latch.step} ({latch.kind})",
             f"  state     clean through step {clean}; a resume needs a {latch.trust_needed} checkpoint",
-            "  next      no step runs until the latch is released: by the remediation service, by the job itself when",
-            "            nobody is named and every node passes preflight, or by a person:",
+            *_next(latch),
             f"            sdcwatch latch release --dir {where} --latch-id {latch.latch_id} --by NAME --reason TEXT",
         ]
     )

@@ -135,7 +135,7 @@ class _Wait:
                 self._preflight.kill()
                 self._preflight.wait()
                 self._record("unknown", f"preflight took over {PREFLIGHT_MOST_SECONDS:g} s")
-        if self._judged and not self.latch.named:
+        if self._judged and not self.latch.named and not self.latch.same_step_as:
             self._release_by_job()
         if time.monotonic() - self._reminded > _REMIND_SECONDS:
             self._reminded = time.monotonic()

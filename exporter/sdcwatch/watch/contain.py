@@ -23,6 +23,7 @@ from sdcwatch.event import Event
 from sdcwatch.latch.files import Latch, LatchNode, NamedRank, write_latch
 from sdcwatch.watch.exchange import Exchange
 from sdcwatch.watch.report import Reporter, log
+from sdcwatch.watch.same_step import EVIDENCE
 
 
 class Halt:
@@ -78,6 +79,8 @@ class Halt:
         self._reporter.state("halted")
         self._latch(event)
         self.taint(event)
+        if EVIDENCE in event.evidence:
+            self._step_back(event)
         if exchange is not None:
             exchange.agree(1, 1)  # "written": nobody leaves before everybody's proof and latch are on disk
         self._grace(time.time())
@@ -113,6 +116,7 @@ class Halt:
             trust_needed=event.trust_needed,
             checkpoint_dir=str(self._checkpoint_dir) if self._checkpoint_dir else None,
             sentence=event.sentence,
+            same_step_as=str(event.evidence.get(EVIDENCE, "")),
         )
         places: list[Path] = []
         if self._reporter.spool is not None:
@@ -132,6 +136,16 @@ class Halt:
             checkpoint.taint(
                 self._checkpoint_dir, event.last_clean_step, f"{event.id}: {event.sentence}", epoch=event.epoch
             )
+        except (OSError, SdcwatchError) as error:
+            self._reporter.swallow("checkpoint", error)
+
+    def _step_back(self, event: Event) -> None:
+        """These steps failed on other hardware, too: the next life begins one verified checkpoint earlier."""
+        if self._checkpoint_dir is None or self._reporter.rank != self._reporter.membership.reporters()[0]:
+            return
+        try:
+            if not checkpoint.step_back(self._checkpoint_dir, f"{event.id}: {event.sentence}"):
+                self._reporter.say("sdcwatch: no older verified checkpoint is left to step back to: choose one by hand")
         except (OSError, SdcwatchError) as error:
             self._reporter.swallow("checkpoint", error)
 

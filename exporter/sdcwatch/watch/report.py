@@ -26,6 +26,7 @@ from sdcwatch.observation import Row
 from sdcwatch.packed_rows import measured
 from sdcwatch.spool.rank import Spool
 from sdcwatch.verdict import Judgement, Verdict
+from sdcwatch.watch import same_step
 from sdcwatch.watch.start import Membership
 
 log = logging.getLogger("sdcwatch")
@@ -124,6 +125,7 @@ class Reporter:
             when: the event time, unix seconds, equal on all ranks.
             action: as of `judged`.
         """
+        verdict = same_step.judged(verdict, self.membership.identities, self.membership.halts)
         self.verdicts.append(verdict)
         if verdict.kind == "undefined":
             return None

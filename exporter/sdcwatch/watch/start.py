@@ -20,9 +20,11 @@ import torch
 from sdcwatch.errors import ConfigurationError
 from sdcwatch.fingerprint import digest_bytes
 from sdcwatch.identity import Identity
+from sdcwatch.latch.files import Latch
 from sdcwatch.settings import Settings
 from sdcwatch.verdict import Group
 from sdcwatch.watch.exchange import Exchange
+from sdcwatch.watch.same_step import merged
 
 #: Settings that decide which collectives run when; ranks that differ in one would split.
 SHARED_SETTINGS = ("on_fault", "check_every", "conservation_every", "replay_every", "heal_window", "max_overhead")
@@ -43,6 +45,7 @@ class Brought:
     epoch: str = ""
     replays: bool = False
     blind: tuple[str, ...] = ()  # checks whose self-test failed on this rank
+    halts: tuple[Latch, ...] = ()  # former halts of this job that this rank can read
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +59,7 @@ class Membership:
     replays: bool
     blind: tuple[str, ...] = ()  # checks whose self-test failed on any rank
     parts: tuple[Group, ...] = ()  # replica sets, where not all ranks hold the same state
+    halts: tuple[Latch, ...] = ()  # former halts of this job, the newest last
 
     @property
     def nodes(self) -> dict[str, list[int]]:
@@ -184,6 +188,7 @@ def join(
         replays=all(b.replays for b in brought),
         blind=tuple(sorted({check for b in brought for check in b.blind})),
         parts=tuple(group.part(members) for members in sets) if len(sets) > 1 else (),
+        halts=merged(b.halts for b in brought),
     )
 
 
