@@ -41,7 +41,7 @@ def test_latch_is_the_contract_record(tmp_path: Path) -> None:
     record = json.loads((tmp_path / "spool" / "HALTED.json").read_text())
     assert set(record) == {
         "schema", "latch_id", "training_job", "epoch", "step", "check", "kind", "time", "named", "nodes",
-        "last_clean_step", "trust_needed", "checkpoint_dir", "sentence",
+        "last_clean_step", "trust_needed", "checkpoint_dir", "sentence", "same_step_as",
     }  # fmt: skip
     assert set(record["named"][0]) == {"rank", "node", "instance", "gpu_uuid"}
     assert set(record["nodes"][0]) == {"node", "instance"}
