@@ -125,6 +125,7 @@ def test_reject_from_the_page_replaces_nothing(rig: Rig) -> None:
         lambda fields: ({**fields, "csrf": "0" * 64}, {}),
         lambda fields: ({k: v for k, v in fields.items() if k != "csrf"}, {}),
         lambda fields: (fields, {"Origin": "https://evil.example"}),
+        lambda fields: (fields, {"Origin": "null"}),
         lambda fields: (fields, {"Sec-Fetch-Site": "cross-site"}),
         lambda fields: ({**fields, "x": "y" * 20_000}, {}),
     ],
