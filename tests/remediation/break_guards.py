@@ -84,6 +84,8 @@ GUARDS: dict[str, tuple[tuple[str, str, str], ...]] = {
     "a second case for one instance": (("store.py", "if standing is not None:", "if False:"),),
 }
 
+LIMIT_SECONDS = 600
+
 RUN = """
 import logging, sys, tempfile
 from pathlib import Path
@@ -117,13 +119,17 @@ def judge(name: str, seeds: int) -> tuple[bool, str]:
         folder = Path(made)
         if missing := broken(folder, GUARDS[name]):
             return False, f"STALE     {name}: {missing}"
-        done = subprocess.run(
-            [sys.executable, "-c", RUN, str(seeds)],
-            env={**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        try:
+            done = subprocess.run(
+                [sys.executable, "-c", RUN, str(seeds)],
+                env={**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"},
+                capture_output=True,
+                text=True,
+                check=False,
+                timeout=LIMIT_SECONDS,
+            )
+        except subprocess.TimeoutExpired:
+            return False, f"SURVIVED  {name}: nothing found in {LIMIT_SECONDS} s"
     if done.returncode == 3:
         seed, _, problem = done.stdout.strip().partition(" ")
         return True, f"caught    {name}: seed {seed}: {problem}"

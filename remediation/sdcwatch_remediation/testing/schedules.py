@@ -80,7 +80,15 @@ def run(seed: int, folder: Path) -> Result:
 
 def _begin(world: Happenings) -> None:
     """Let the first fault happen: one node, persistent, or twice transient where that is needed."""
-    if world.result.temper != "aimed":
+    if world.result.temper != "aimed" and world.random.random() < 0.4:
+        # Alone, so that no true fault of the same job freezes what the lie would lead to.
+        world.fault(lie=True, persistence="persistent")
+        world.deliver(world.bodies[-1])
+        for _ in range(8):
+            world.advance(5.0)
+            world.round()
+            world.drain()
+    elif world.result.temper != "aimed":
         world.fault()
     elif world.random.random() < 0.8:
         world.fault(persistence="persistent")
