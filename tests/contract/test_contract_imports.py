@@ -17,7 +17,7 @@ EXPORTER = ROOT / "exporter" / "sdcwatch"
 REMEDIATION = ROOT / "remediation" / "sdcwatch_remediation"
 
 #: Words and pure rules that every stage shares: standard library, and each other (tomli: tomllib before Python 3.11).
-PLAIN = ("catalog", "errors", "observation", "settings", "verdict")
+PLAIN = ("catalog", "errors", "observation", "packed_rows", "settings", "verdict")
 PLAIN_MAY_NAME = sys.stdlib_module_names | {"tomli"}
 
 
@@ -41,7 +41,7 @@ def imported_names(path: Path) -> set[str]:
 
 @pytest.mark.parametrize("module", PLAIN)
 def test_the_shared_words_need_the_standard_library_only(module: str) -> None:
-    """catalog, errors, observation, settings and verdict import the standard library and one another, nothing else."""
+    """The words that all stages share import the standard library and one another, nothing else."""
     files = [EXPORTER / f"{module}.py", *(EXPORTER / module).rglob("*.py")]
     names = {name for path in files if path.exists() for name in imported_names(path)}
     assert names, f"sdcwatch.{module} was not found"
