@@ -17,6 +17,8 @@ from contextlib import suppress
 from typing import Any
 
 from sdcwatch_remediation import trace_export
+from sdcwatch_remediation.actions.eks import Eks
+from sdcwatch_remediation.actions.eks_client import EksClient
 from sdcwatch_remediation.actions.scheduler import Scheduler
 from sdcwatch_remediation.actions.slurm import Slurm, SlurmReplace
 from sdcwatch_remediation.agents import AgentClient
@@ -231,13 +233,25 @@ def make_provider(config: Config) -> Provider:
 
 
 def make_schedulers(config: Config) -> tuple[Scheduler, ...]:
-    """Build whoever the configuration wants told to keep work off a quarantined node."""
-    return (_slurm(config),) if config.actions.isolate == "slurm" else ()
+    """Build whoever the configuration wants told to keep work off a quarantined node.
+
+    Raises:
+        ConfigError: the extra `eks` is missing, or the Kubernetes API's configuration cannot be used.
+    """
+    isolate = config.actions.isolate
+    return (_slurm(config),) if isolate == "slurm" else (_eks(config),) if isolate == "eks" else ()
 
 
 def make_orchestrator(config: Config) -> Orchestrator | None:
     """Return who can say what else runs on a node, and who took it out of service; None where nobody is configured."""
-    return _slurm(config) if config.actions.isolate == "slurm" else None
+    isolate = config.actions.isolate
+    return _slurm(config) if isolate == "slurm" else _eks(config) if isolate == "eks" else None
+
+
+def _eks(config: Config) -> Eks:
+    actions = config.actions
+    client = EksClient.connect(actions.eks_kubeconfig_file, timeout_seconds=actions.eks_timeout_seconds)
+    return Eks(client, job_label=actions.eks_job_label)
 
 
 def _slurm(config: Config) -> Slurm:

@@ -135,7 +135,7 @@ class Actions:
     """Which roads an action takes besides the suspect's own agent; whether it may is `policy`'s."""
 
     isolate: str = _setting(
-        "", "Who is told to keep work off a quarantined node. Empty: its agent alone.", choices=("", "slurm")
+        "", "Who is told to keep work off a quarantined node. Empty: its agent alone.", choices=("", "slurm", "eks")
     )
     replace: str = _setting(
         "api", "api: BatchReplaceClusterNodes. slurm: state=fail, Action:Replace.", choices=("api", "slurm")
@@ -143,6 +143,9 @@ class Actions:
     slurm_bin_dir: str = _setting("", "Folder of scontrol, squeue and scancel. Empty: looked up on PATH.")
     slurm_stop: str = _setting("requeue", "What is done to the training job.", choices=("requeue", "cancel"))
     slurm_timeout_seconds: float = _setting(30.0, "Longest wait for one command of Slurm.", minimum=0.1)
+    eks_kubeconfig_file: str = _setting("", "Kubeconfig for isolate = 'eks'. Empty: the pod's own service account.")
+    eks_job_label: str = _setting("", "Pod label that holds the training job's name, besides SDCWATCH_JOB.")
+    eks_timeout_seconds: float = _setting(30.0, "Longest wait for one answer of the Kubernetes API.", minimum=0.1)
     evidence_dir: str = _setting("", "Folder for a bundle of each acted-on case. Empty: evidence in the database only.")
     actor_role_arn: str = _setting("", "IAM role taken for one replacement at a time. Empty: the service's own.")
 

@@ -59,6 +59,9 @@ class Drain:
     def describe(self, member: Member) -> str:
         return "fine"
 
+    def logs(self, member: Member, job: str) -> dict[str, str]:
+        return {}
+
 
 @pytest.fixture
 def rig(tmp_path: Path) -> Iterator[Rig]:

@@ -14,6 +14,7 @@ docs/remediation.md says.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from sdcwatch_remediation.actions.scheduler import Act, Done, Scheduler, SchedulerProblem, times
 from sdcwatch_remediation.cases import Case
@@ -22,6 +23,8 @@ from sdcwatch_remediation.records import Member
 
 TRIES = 5
 ACTS_A_ROUND = 64
+REFUSED_SECONDS = 10.0
+"""Wait before an act that was refused (a PodDisruptionBudget, say) is asked for again; doubled each time."""
 
 _Next = Callable[[tuple[Done, ...]], Act | None]
 
@@ -44,9 +47,9 @@ def history(ctx: Context, case: Case, scheduler: str) -> tuple[Done, ...]:
         if detail.get("scheduler") != scheduler:
             continue
         if line["step"] == "act_requested":
-            found.append(Done(detail["act"], detail["target"], ""))
+            found.append(Done(detail["act"], detail["target"], "", at=line["time"]))
         elif line["step"] == "act_answered" and found:
-            found[-1] = Done(found[-1].name, found[-1].target, detail["outcome"])
+            found[-1] = replace(found[-1], outcome=detail["outcome"], message=detail.get("message", ""))
     return tuple(found)
 
 
@@ -61,8 +64,8 @@ def _carry_out(ctx: Context, case: Case, scheduler: Scheduler, next_act: _Next) 
             return f"{scheduler.name}: {error}"
         if act is None:
             return ""
-        if times(done, act.name, act.target) >= TRIES:
-            return f"{scheduler.name}: {act.name} of {act.target} was tried {TRIES} times and does not show"
+        if wait := _not_now(ctx, scheduler, act, done):
+            return wait
         about = {"scheduler": scheduler.name, "act": act.name, "target": act.target}
         ctx.store.note(case.id, "act_requested", {**about, "request": act.request})
         result = scheduler.perform(act)
@@ -72,3 +75,18 @@ def _carry_out(ctx: Context, case: Case, scheduler: Scheduler, next_act: _Next) 
         if result.outcome.value != "accepted":
             return f"{scheduler.name}: {act.name} of {act.target} was {result.outcome.value}: {result.message}"[:500]
     return f"{scheduler.name}: goes on in the next round"
+
+
+def _not_now(ctx: Context, scheduler: Scheduler, act: Act, done: tuple[Done, ...]) -> str:
+    """Why an act that was tried before is not tried again, or not yet."""
+    before = [earlier for earlier in done if (earlier.name, earlier.target) == (act.name, act.target)]
+    what = f"{scheduler.name}: {act.name} of {act.target}"
+    if len(before) >= TRIES:
+        said, what = before[-1].message, f"given up: {what} was tried {TRIES} times and"
+        return f"{what} is refused: {said}"[:600] if said else f"{what} does not show"
+    refused = times(done, act.name, act.target, "refused")
+    if refused and before[-1].outcome == "refused":
+        due = before[-1].at + REFUSED_SECONDS * 2 ** (refused - 1)
+        if ctx.clock() < due:
+            return f"{what} was refused: {before[-1].message}"[:500]
+    return ""

@@ -1,8 +1,8 @@
 """Keep what is known about a case in a folder of its own, before anything is done that could destroy it.
 
 What it does: writes `<evidence_dir>/<case id>/` with the case, its timeline, every copy of the events as the agents
-gave them, the GPUs by UUID, and what each scheduler says about the node; `manifest.json` lists every file with its
-SHA-256 and every skip with its reason.
+gave them, the GPUs by UUID, what each scheduler says about the node, and the job's logs where it has them;
+`manifest.json` lists every file with its SHA-256 and every skip with its reason.
 What it never does: fail a case: what cannot be kept is a recorded skip. Nothing is fetched from the suspect.
 Its place: `actions/isolate.contain` calls it, so that it stands on disk before quarantine and replacement.
 """
@@ -46,7 +46,9 @@ def _collect(ctx: Context, case: Case) -> tuple[dict[str, str], dict[str, str]]:
         files[f"events/{number:03d}-{copy.event.id}.json"] = copy.line
     ranks = {rank.gpu_uuid: rank for copy in copies for rank in copy.event.ranks if rank.instance == case.instance_id}
     files["gpus.json"] = _text([{"uuid": uuid, "rank": rank.rank, "node": rank.node} for uuid, rank in ranks.items()])
-    skipped = {"gpu serial numbers": "the events carry UUIDs only", "logs of the node": "no road to them is configured"}
+    skipped = {"gpu serial numbers": "the events carry UUIDs only"}
+    if not ctx.schedulers:
+        skipped["logs of the job"] = "no road to them is configured"
     member = find(case.before_inventory(), case.instance_id)
     for scheduler in ctx.schedulers:
         try:
@@ -55,6 +57,13 @@ def _collect(ctx: Context, case: Case) -> tuple[dict[str, str], dict[str, str]]:
             files[f"{scheduler.name}.txt"] = scheduler.describe(member)
         except SchedulerProblem as error:
             skipped[scheduler.name] = str(error)[:300]
+        try:
+            found = scheduler.logs(member, case.job) if member is not None else {}
+            files |= {f"logs/{name}": text for name, text in found.items()}
+            if not found:
+                skipped["logs of the job"] = f"{scheduler.name} has none of this job on the node"
+        except SchedulerProblem as error:
+            skipped["logs of the job"] = str(error)[:300]
     return files, skipped
 
 

@@ -4,7 +4,7 @@ What it does: declares `Act`, `ActResult` and the protocol `Scheduler`. `next_ac
 thing to do, with its exact request, or None when the reading shows that all is done; `perform` does exactly that one
 thing, once.
 What it never does: touch anything itself.
-Its place: `actions/slurm`, `actions/kubernetes` and `actions/handover` implement it; `actions/acts` commits each
+Its place: `actions/slurm` and `actions/eks` implement it; `actions/acts` commits each
 request before it is performed. A dry run is `next_act` without `perform`. Because the world is read before each act,
 an act whose outcome is unknown is settled by looking, and a crash in the middle goes on where the world is.
 """
@@ -65,6 +65,10 @@ class Done:
     target: str
     outcome: str
     """`accepted`, `refused`, `unknown`; empty where nothing was recorded (a crash)."""
+    at: float = 0.0
+    """When it was requested, in unix seconds."""
+    message: str = ""
+    """What the scheduler answered."""
 
 
 class Scheduler(Protocol):
@@ -94,6 +98,9 @@ class Scheduler(Protocol):
 
     def describe(self, member: Member) -> str:
         """Return the scheduler's own words about a node, kept as evidence; raises `SchedulerProblem`."""
+
+    def logs(self, member: Member, job: str) -> dict[str, str]:
+        """Return what the job's processes on the node wrote, by file name, bounded; raises `SchedulerProblem`."""
 
 
 def checked_name(member: Member) -> str:

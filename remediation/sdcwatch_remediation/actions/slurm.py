@@ -187,6 +187,10 @@ class Slurm:
         jobs = "\n".join(f"{j.id} {j.state} {j.user} {j.name}" for j in self._jobs(name))
         return f"{self._node(member).line}\n\njobs:\n{jobs or '(none)'}\n"
 
+    def logs(self, member: Member, job: str) -> dict[str, str]:
+        """Say that there is no road to them: a job's output is a file of its user's."""
+        raise SchedulerProblem("Slurm keeps no output of a job; it is where the job's user has it written")
+
     def fail_request(self, member: Member) -> dict[str, Any]:
         """Return the exact request for a replacement."""
         words = [f"nodename={checked_name(member)}", "state=fail", f"reason={ACTION_REPLACE}"]
