@@ -20,6 +20,10 @@ COMMANDS = {
     "checkpoints": ("sdcwatch.checkpoints.command", "list, verify and choose checkpoints by their manifests"),
     "discover": ("sdcwatch.discover", "print this cluster's agents as Prometheus targets"),
     "doctor": ("sdcwatch.doctor.command", "say what of this node's path to a replaced node is wired, or try it"),
+    "evidence": (
+        "sdcwatch.evidence.command",
+        "weigh the evidence of a replay verdict, or run it again here",
+    ),
     "latch": ("sdcwatch.latch.command", "show or release the latch of a halted job"),
     "preflight": ("sdcwatch.preflight.command", "known-answer test of this machine's devices"),
     "report": ("sdcwatch.run_report.command", "draw what happened in a run as one HTML file"),

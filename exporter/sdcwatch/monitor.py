@@ -245,6 +245,7 @@ class Monitor:
             on_fault=settings.on_fault,
             kept=settings.verdicts_kept,
             interval=settings.metrics_interval,
+            evidence=settings.evidence_mb > 0,
         )
         try:
             resume.require(exchange, reporter, self._resumed_from, named_parameters(watched), watched.optimizer)

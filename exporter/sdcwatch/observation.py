@@ -119,7 +119,7 @@ class AuditRow:
     served_digest: int | None = u64()  # N for `served_rank`
     batch_sent: int | None = u64()  # digest of the packed micro-batch (with RNG and seeds) before transit
     batch_received: int | None = u64()  # digest of what arrived from `served_rank`
-    batch_unchanged: int | None = i64()  # 1 when the batch still hashed the same at the audit as at loss time
+    batch_unchanged: int | None = i64()  # 1: no batch was written to between its loss and its backward's end
     weights_now: int | None = u64()  # weights the replay ran on
     first_difference: int | None = i64()  # index of the first parameter where O and S differ; None: equal
 

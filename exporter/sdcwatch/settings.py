@@ -35,6 +35,7 @@ _SERVICE_VALUE = re.compile(r"(tcp|udp|sctp)://.*")
 _CHOICES = {
     "on_fault": ("observe", "halt", "heal"),
     "agent": ("auto", "external", "off"),
+    "evidence_data": ("none", "batch", "weights"),
 }
 _AT_LEAST = {
     "check_every": 1,
@@ -48,6 +49,7 @@ _AT_LEAST = {
     "agent_port": 1,
     "verdicts_kept": 1,
     "spool_quota_mb": 1,
+    "evidence_mb": 0,
 }
 _AT_MOST = {"agent_port": 65535, "max_overhead": 1}
 
@@ -83,6 +85,9 @@ class Settings:
         events_token_file, latch_token_file: token files handed to an agent started by a rank.
         verdicts_kept: length of `monitor.verdicts`.
         spool_quota_mb: most megabytes of spool for this job on this node.
+        evidence_data: what of the training data an evidence file may hold: `none` (fingerprints, shapes, random state
+            and environment only), `batch` (the micro-batch, too) or `weights` (the model as it was, too).
+        evidence_mb: most megabytes of one evidence file; what does not fit is left out and named. 0: none is written.
     """
 
     job: str | None = None
@@ -108,6 +113,8 @@ class Settings:
     latch_token_file: str | None = None
     verdicts_kept: int = 1000
     spool_quota_mb: int = 256
+    evidence_data: str = "none"
+    evidence_mb: int = 64
 
     def __post_init__(self) -> None:
         for name, allowed in _CHOICES.items():

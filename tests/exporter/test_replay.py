@@ -342,3 +342,25 @@ def test_gradients_of_a_replay_are_freed_as_they_appear(monkeypatch: pytest.Monk
         monkeypatch.undo()
     assert kept
     assert set(kept) == {4}
+
+
+@pytest.mark.parametrize("when", ["never", "after the loss", "in loss_fn", "after backward"])
+def test_a_batch_that_the_loop_wrote_to_before_its_backward_is_told(when: str) -> None:
+    """Autograd may read it, and no replay can know; what loss_fn does itself is done again by every replay."""
+    parameter = nn.Parameter(torch.ones(3))
+    batch = {"x": torch.ones(3)}
+
+    def loss_of(_: Any, given: Any) -> torch.Tensor:
+        if when == "in loss_fn":
+            given["x"].mul_(2)
+        return (given["x"] * parameter).sum()
+
+    recorder = Recorder(CPU, nn.Identity(), [parameter])
+    recorder.begin()
+    loss = recorder.loss(loss_of, nn.Identity(), batch, audited=True)
+    if when == "after the loss":
+        batch["x"].data.zero_()
+    loss.backward()
+    if when == "after backward":
+        batch["x"].zero_()
+    assert recorder.unchanged is (when != "after the loss")

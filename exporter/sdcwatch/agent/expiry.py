@@ -25,7 +25,7 @@ class Expiry:
 
     Attributes:
         keep: seconds for metrics; the page rule looks back one hour.
-        keep_events: seconds for journals, and for the counters of a job that has no epoch left.
+        keep_events: seconds for journals and evidence, and for the counters of a job that has no epoch left.
     """
 
     keep: float = 3600.0
@@ -70,7 +70,7 @@ class Expiry:
         removed = 0
         for name in _names(epoch):
             path = epoch / name
-            if name.endswith(".events.jsonl") and now - _mtime(path) < self.keep_events:
+            if name.endswith((".events.jsonl", ".evidence")) and now - _mtime(path) < self.keep_events:
                 continue
             with contextlib.suppress(OSError):
                 path.unlink()

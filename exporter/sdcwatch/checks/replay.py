@@ -14,7 +14,8 @@ import io
 import random
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,6 +56,8 @@ class Recorder:
     Attributes:
         failure: reason (`batch`, ...) why this step cannot be replayed, None when it can.
         had_gradients: some parameter had a gradient as the first backward of the step began.
+        unchanged: no batch was written to between its loss and the end of its backward. What the loss function itself
+            does to its batch, a replay does again; what the loop does in between, autograd may read and no replay can.
     """
 
     def __init__(
@@ -71,12 +74,14 @@ class Recorder:
         self._shapes: list[str] = []
         self.failure: str | None = None
         self.had_gradients = False
+        self.unchanged = True
 
     def begin(self) -> None:
         """Forgets the last step."""
         self._packed.clear()
         self._shapes.clear()
         self.failure = None
+        self.unchanged = True
 
     def loss(self, loss_fn: LossFunction, model: torch.nn.Module, batch: Any, *, audited: bool) -> Any:
         """Calls `loss_fn(model, batch)`, watching what it takes where the step is audited."""
@@ -98,11 +103,20 @@ class Recorder:
         self._shapes.append(rank_local_values(loss_fn))
         self._training = [] if self._module is None else [m.training for m in self._module.modules()]
         first = len(self._packed) == 1
+        changed = _watch(batch)
+
+        def finished() -> None:
+            try:
+                self.unchanged = self.unchanged and not changed()
+            except Exception:  # our border: a batch that cannot be read again may have changed
+                self.unchanged = False
 
         def begin(seed: torch.Tensor) -> None:
             if first:  # not earlier: the loop may zero its gradients between loss and backward
                 self.had_gradients = any(p.grad is not None for p in self._parameters)
             taken.seed = seed.detach().clone()
+            engine: Any = torch.autograd.Variable._execution_engine
+            engine.queue_callback(finished)
 
         loss.register_hook(begin)
         return loss
@@ -323,6 +337,29 @@ def autocast_state(device: torch.device) -> tuple[str, bool, torch.dtype]:
     return kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
 
 
+def _watch(batch: Any) -> Callable[[], bool]:
+    """Says later whether a tensor of the batch was written to; it keeps none of them alive."""
+    tensors = [weakref.ref(tensor) for tensor in _tensors(batch)]
+    before = [fingerprint([tensor]) for tensor in _tensors(batch)]
+
+    def changed() -> bool:
+        now = [tensor() for tensor in tensors]
+        return any(t is not None and fingerprint([t]) != was for t, was in zip(now, before, strict=True))
+
+    return changed
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _tensors(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors(item)
+
+
 def _own(value: Any) -> Any:
     """The batch with each tensor in memory of its own: saving a slice would save all that it was cut from."""
     if type(value) is torch.Tensor and value.layout is torch.strided and value.numel():
@@ -339,6 +376,18 @@ def _own(value: Any) -> Any:
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*map(_own, value))
     return value
+
+
+def unpacked(payload: bytes, device: torch.device) -> dict[str, Any]:
+    """What a rank packed, batches and all; it runs the code of pickled objects, so only for a peer of this job."""
+    content: dict[str, Any] = _load(payload, device)
+    batches = [(_load(data, device), *rest) for data, *rest in content["batches"]]
+    return {**content, "batches": batches}
+
+
+def packed(content: dict[str, Any]) -> bytes:
+    """The payload of what `unpacked` gives."""
+    return _dump({**content, "batches": [(_dump(batch), *rest) for batch, *rest in content["batches"]]})
 
 
 def _load(data: bytes, device: torch.device) -> Any:

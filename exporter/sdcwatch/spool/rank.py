@@ -13,7 +13,7 @@ import json
 import os
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -168,6 +168,44 @@ class Spool:
         except OSError as error:
             return self._refuse(f"cannot append to {self.directory / name}: {error.strerror or error}")
         self._used += len(data)
+        return True
+
+    def write_evidence(self, name: str, parts: Sequence[bytes | bytearray | memoryview]) -> bool:
+        """Writes one whole file beside the journal, durable when this returns. False where it was refused.
+
+        It may fill half of the quota at most: the other half belongs to journals and metrics.
+        """
+        if not self._mine():
+            return False
+        size = sum(len(part) for part in parts)
+        if not self._fits(size + self._quota // 2, fresh=True):
+            return self._refuse(
+                f"{size} bytes more would fill over half of this job's quota of {self._quota} bytes on this node: "
+                "raise SDCWATCH_SPOOL_QUOTA_MB, or lower SDCWATCH_EVIDENCE_MB"
+            )
+        beside = f".{name}.partial"
+        try:
+            handle = os.open(
+                beside,
+                os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC,
+                0o600,
+                dir_fd=self._folder,
+            )
+            try:
+                with os.fdopen(handle, "wb") as stream:
+                    for part in parts:
+                        stream.write(part)
+                    stream.flush()
+                    os.fsync(stream.fileno())
+                os.rename(beside, name, src_dir_fd=self._folder, dst_dir_fd=self._folder)
+            except BaseException:
+                with contextlib.suppress(OSError):
+                    os.unlink(beside, dir_fd=self._folder)
+                raise
+            os.fsync(self._folder)
+        except OSError as error:
+            return self._refuse(f"cannot write {self.directory / name}: {error.strerror or error}")
+        self._used += size
         return True
 
     def previous_metrics(self) -> str | None:

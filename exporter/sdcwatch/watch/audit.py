@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -25,13 +25,31 @@ AuditRows = list[AuditRow | RowError]
 _COLLECTIVE = 1
 
 
+@dataclass(slots=True)
+class Ran:
+    """What this rank ran in one audit, for evidence; per-parameter digests are by index.
+
+    Attributes:
+        payload: its own micro-batches, packed.
+        original, own: digests of the real backward's gradients, and of its own replay (None: it failed).
+        received, served: by owner, the micro-batches that came here and the digests of their replay.
+    """
+
+    payload: bytes
+    original: dict[int, int]
+    own: dict[int, int] | None = None
+    received: dict[int, bytes] = field(default_factory=dict)
+    served: dict[int, dict[int, int]] = field(default_factory=dict)
+
+
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What an audit gave: rows of both rounds, or the reason why none ran."""
+    """What an audit gave: rows of both rounds and what this rank ran, or the reason why none ran."""
 
     rows: AuditRows | None = None
     tie: AuditRows | None = None
     reason: str | None = None
+    ran: Ran | None = None
 
 
 class Auditor:
@@ -74,6 +92,8 @@ class Auditor:
         mine: Row,
         payload: bytes | None,
         original: Mapping[int, int],
+        *,
+        unchanged: bool = True,
     ) -> Outcome:
         """Audits one step; collective, so every rank of the group calls it.
 
@@ -82,6 +102,8 @@ class Auditor:
             mine: this rank's own row.
             payload: this rank's packed micro-batches (None: not ready, as its row says).
             original: fingerprints of the local gradients of the real backward, by parameter.
+            unchanged: the live batch is still what the loss function left behind; where it is not on one rank, nothing
+                of this audit is judged.
         """
         plan = plan_audit(history, self._group, rows)
         decision = digest_bytes(f"{plan.run}|{plan.reason}".encode()) >> 1
@@ -91,7 +113,8 @@ class Auditor:
         if not plan.run:
             return Outcome(reason=plan.reason)
         sizes = [0 if isinstance(r, RowError) else (r.batch_bytes or 0) for r in rows]
-        own = self._own(mine, payload or b"", dict(original))
+        ran = Ran(payload or b"", dict(original))
+        own = dataclasses.replace(self._own(mine, ran), batch_unchanged=int(unchanged))
         _, noticed = self._exchange.agree(int(self.collective), _COLLECTIVE)
         if noticed:
             # A forward with collectives must not run on the servers alone: not every rank serves equally many.
@@ -99,15 +122,15 @@ class Auditor:
             return Outcome(reason="collective")
         first: AuditRows = []
         for routes in self._layers:
-            first += self._serve(own if not first else _bare(own), payload or b"", routes, sizes)
+            first += self._serve(own if not first else _bare(own), ran, routes, sizes)
         ties = tuple(tie_breaks(history, self._group, rows, first))
         agreed, highest = self._exchange.agree(len(ties), digest_bytes(repr(ties).encode()) >> 1)
         if not agreed or not highest:
-            return Outcome(rows=first)
+            return Outcome(rows=first, ran=ran)
         thirds = {third: owner for owner, third in ties}
-        return Outcome(rows=first, tie=self._serve(_bare(own, tie=1), payload or b"", thirds, sizes))
+        return Outcome(rows=first, tie=self._serve(_bare(own, tie=1), ran, thirds, sizes), ran=ran)
 
-    def _own(self, mine: Row, payload: bytes, original: dict[int, int]) -> AuditRow:
+    def _own(self, mine: Row, ran: Ran) -> AuditRow:
         """This rank's own micro-batch again; a replay that fails is a void row, never a broken run."""
         row = AuditRow(
             rank=mine.rank,
@@ -116,30 +139,32 @@ class Auditor:
             step=mine.step,
             error=ErrorCode.NONE,
             round=0,
-            batch_sent=digest_bytes(payload),
-            batch_unchanged=1,
+            batch_sent=digest_bytes(ran.payload),
         )
         try:
-            again = self._replay(payload, watch=True)
+            again = self._replay(ran.payload, watch=True)
+            ran.own = again.digests
             return dataclasses.replace(
                 row,
                 weights_now=fingerprint(self._parameters),
-                original=replay.combine_digests(original),
+                original=replay.combine_digests(ran.original),
                 self_digest=again.digest,
-                first_difference=replay.first_difference(original, again.digests),
+                first_difference=replay.first_difference(ran.original, again.digests),
             )
         except Exception as error:  # our border
             self._swallow("replay", error)
             return dataclasses.replace(row, error=ErrorCode.CHECK)
 
-    def _serve(self, row: AuditRow, payload: bytes, routes: Mapping[int, int], sizes: Sequence[int]) -> AuditRows:
+    def _serve(self, row: AuditRow, ran: Ran, routes: Mapping[int, int], sizes: Sequence[int]) -> AuditRows:
         """Moves micro-batches along `routes` (server -> owner), replays what arrived, and exchanges the rows."""
-        received = self._exchange.transit(payload, routes, sizes)
+        received = self._exchange.transit(ran.payload, routes, sizes)
+        ran.received.update(received)
         try:
             for owner, data in received.items():
-                digest = self._replay(data).digest
+                again = self._replay(data)
+                ran.served[owner] = again.digests
                 row = dataclasses.replace(
-                    row, served_rank=owner, batch_received=digest_bytes(data), served_digest=digest
+                    row, served_rank=owner, batch_received=digest_bytes(data), served_digest=again.digest
                 )
         except Exception as error:  # our border
             self._swallow("replay", error)

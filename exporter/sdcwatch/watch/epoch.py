@@ -24,6 +24,7 @@ from sdcwatch.checks.weights import OptimizerWatch
 from sdcwatch.environment import describe, digest
 from sdcwatch.errors import CorruptionDetected
 from sdcwatch.event import Event
+from sdcwatch.evidence.keep import Keeper
 from sdcwatch.heal.plan import asks
 from sdcwatch.observation import ErrorCode, Row, RowError
 from sdcwatch.packed_rows import measured
@@ -90,6 +91,7 @@ class Epoch:
         self._disagreed = False
         self._audits_skipped = 0
         self.mender = Mender(self, settings.heal_window) if settings.on_fault == "heal" else None
+        self._evidence = Keeper(watched, settings, reporter)
         self._environment = membership.group.environments[exchange.rank]
         self.clock = Clock(watched.device, reporter.spent)
         self.budget = Budget(settings, reporter.seconds)
@@ -243,15 +245,21 @@ class Epoch:
         outcome = self._audit(rows, row, payload) if audited else None
         before = self.histories
         judgement = self.judge_rows(rows, outcome)
-        if self.mender is not None and asks(judgement):
-            self.mender.mend(judgement, before, row, rows, outcome)
-        else:
-            self._settle(judgement, row, rows, self.exchange)
+        self._evidence.hold(outcome, before[0])
+        try:
+            if self.mender is not None and asks(judgement):
+                self.mender.mend(judgement, before, row, rows, outcome)
+            else:
+                self._settle(judgement, row, rows, self.exchange)
+        finally:
+            self._evidence.hold(None, before[0])
 
     def _audit(self, rows: Sequence[Row | RowError], row: Row, payload: bytes | None) -> Outcome:
         """Runs one audit. Collective."""
         with self.clock.timed("replay"):
-            outcome = self.auditor.run(self.history, rows, row, payload, self.local.digests())
+            outcome = self.auditor.run(
+                self.history, rows, row, payload, self.local.digests(), unchanged=self.recorder.unchanged
+            )
         self._audits_skipped = self._audits_skipped + 1 if outcome.reason else 0
         blind = self._audits_skipped >= BLIND_AFTER
         self.reporter.metrics.set("sdc_detector_enabled", float(not blind), check="replay")
@@ -356,6 +364,7 @@ class Epoch:
         checked, verified = checked_everywhere(self.histories), verified_everywhere(self.histories)
         when = median_time(rows, time.time())
         events = self.reporter.judged(judgement, row, when=when, checked=checked, verified=verified, action=action)
+        self._evidence.keep(events, rows)
         if (checked, verified) != self._last_settled:
             self._last_settled = (checked, verified)
             self._settled(checked, verified)

@@ -20,6 +20,7 @@ from sdcwatch.catalog import ACCUSING_CHECKS, CHECKS, TRAINING_STATES
 from sdcwatch.checks.norm_history import BOUND as OWN_BOUND
 from sdcwatch.checks.norm_history import NormHistory
 from sdcwatch.errors import SpoolError
+from sdcwatch.evidence import plan as evidence_plan
 from sdcwatch.identity import Identity
 from sdcwatch.metrics import RankMetrics
 from sdcwatch.observation import Row
@@ -45,10 +46,19 @@ class Reporter:
         on_fault: `observe`, `halt` or `heal`, as events say what happens next.
         kept: how many verdicts `verdicts` remembers.
         interval: seconds between two writes of the metrics file.
+        evidence: an audit's event is followed by evidence files, which its journal line names.
     """
 
     def __init__(
-        self, membership: Membership, rank: int, spool: Spool | None, *, on_fault: str, kept: int, interval: float
+        self,
+        membership: Membership,
+        rank: int,
+        spool: Spool | None,
+        *,
+        on_fault: str,
+        kept: int,
+        interval: float,
+        evidence: bool = False,
     ) -> None:
         self.membership = membership
         self.rank = rank
@@ -56,6 +66,7 @@ class Reporter:
         self.spool = spool
         self.verdicts: deque[Verdict] = deque(maxlen=kept)
         self._on_fault = on_fault
+        self._evidence = evidence
         self._interval = interval
         self._written = 0.0
         self._swallowed: set[str] = set()
@@ -220,7 +231,10 @@ class Reporter:
         if self.rank not in {*verdict.suspects, *verdict.differing, *outsiders}:
             return
         reporter = events.Reporter(self.rank, self.identity.node, self.identity.instance, self.identity.gpu_uuid)
-        line = events.journal_line(event, reporter, {"written": round(time.time(), 3)})
+        detail: dict[str, object] = {"written": round(time.time(), 3)}
+        if self._evidence and (files := evidence_plan.named(event)):
+            detail["evidence"] = files
+        line = events.journal_line(event, reporter, detail)
         # The page goes before the proof: in the milliseconds of the journal's fsync the whole job can be killed.
         # A person looks at a page without a proof; nobody looks at a proof without a page.
         self.write(force=True)
@@ -254,6 +268,8 @@ class Reporter:
             now = f"training goes on: on_fault={self._on_fault}"
         folder = self.spool.job_directory if self.spool is not None else "<spool>"
         look = f"sdcwatch latch show --dir {folder}" if event.action == "halt" else f"cat {folder}/*/*.events.jsonl"
+        if self._evidence and (files := evidence_plan.named(event)):
+            look += f"; on node {files[0]['node']}: sdcwatch evidence show {folder}/{event.epoch}/{files[0]['file']}"
         return events.training_log_block(event, what_now=now, look_further=look)
 
     def finished_step(self, step: int, seconds: float) -> None:
