@@ -45,7 +45,7 @@ def test_every_setting_can_be_given_in_every_place(load: Any, tmp_path: Path) ->
     for field in dataclasses.fields(Settings):
         kind = str(field.type)
         value: Any = 200 if kind == "int" else 0.5 if kind == "float" else "some-text"
-        value = {"on_fault": "halt", "agent": "off"}.get(field.name, value)
+        value = {"on_fault": "halt", "agent": "off", "evidence_data": "batch"}.get(field.name, value)
         text = f'{field.name} = "{value}"' if isinstance(value, str) else f"{field.name} = {value}"
         assert getattr(load({field.name: value}, file=""), field.name) == value
         assert getattr(load(environ={f"SDCWATCH_{field.name.upper()}": str(value)}), field.name) == value
