@@ -141,22 +141,25 @@ def require(
         reporter.metrics.inc("sdc_checks_total", check="checkpoint")
     if not result.refused:
         return
-    reporter.publish(
-        Verdict(
-            step=result.step,
-            check="checkpoint",
-            kind=INCONCLUSIVE if result.bytes_differ else SOFTWARE,
-            differing=result.ranks,
-            candidates=result.ranks,
-            path=CODE,
-            sentence=result.refused,
-            trust_needed="checked",
-        ),
-        result.time,
-    )
+    reporter.publish(refusal(result), result.time)
     raise CheckpointError(
         f"{result.refused}. No step was trained: load the checkpoint again on every rank, or take an older one "
         "(see `sdcwatch checkpoints list`); leave resumed_from out only where another state is meant"
+    )
+
+
+def refusal(result: ResumeResult) -> Verdict:
+    """The event of a refused resume; it names nobody and does not halt, since nothing was trained."""
+    blame = "nobody can be named" if result.bytes_differ else "software, no node is blamed"
+    return Verdict(
+        step=result.step,
+        check="checkpoint",
+        kind=INCONCLUSIVE if result.bytes_differ else SOFTWARE,
+        differing=result.ranks,
+        candidates=result.ranks,
+        path=CODE,
+        sentence=f"The resume was refused, because {result.refused}: {blame}.",
+        trust_needed="checked",
     )
 
 

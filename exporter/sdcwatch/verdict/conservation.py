@@ -164,7 +164,10 @@ def _verdict(
     if signs:
         sentence = f"{what}; this {listing([_WORDS[sign] for sign in signs])}: software, no node is blamed."
     else:
-        sentence = f"{what}: the reduce itself went wrong, and any rank may have passed on a wrong chunk."
+        sentence = (
+            f"{what}: the reduce itself went wrong, and any rank may have passed on a wrong chunk, so nobody can be "
+            "named."
+        )
     return Verdict(
         step=step,
         check=ALLREDUCE_CONSERVATION,

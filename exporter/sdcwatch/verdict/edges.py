@@ -137,7 +137,8 @@ def _not_reproducible(group: Group, view: EdgeView, owner: int) -> Finding | Non
     return Finding(
         "not reproducible",
         INCONCLUSIVE,
-        f"{capital(who(group, (owner,)))} could not reproduce its own gradient, though another node reproduced it.",
+        f"{capital(who(group, (owner,)))} could not reproduce its own gradient, though another node reproduced it: "
+        "it erred once in repeating it, and nobody can be named.",
         differing=(owner,),
         candidates=(owner,),
     )
@@ -158,7 +159,7 @@ def _with_third(group: Group, view: EdgeView, owner: int, third: int | None) -> 
             "one edge, no third",
             INCONCLUSIVE,
             f"{capital(who(group, (owner,)))} and {who(group, (helper,))} replayed the same micro-batch to different "
-            "gradients, and no third node settled which of them is wrong.",
+            "gradients, and no third node settled which of them is wrong, so nobody can be named.",
             differing=(owner,),
             candidates=tuple(sorted((owner, helper))),
             contains=view.disputed(owner),
@@ -189,7 +190,8 @@ def _originals(group: Group, view: EdgeView) -> Finding | None:
             "originals, most ranks",
             SOFTWARE,
             f"Replays agree with each other but not with the training step on {len(apart)} of {len(view.shown)} ranks"
-            f"{where}: loss_fn is not what the training loop runs.",
+            f"{where}: the loss function given to the monitor is not what the training loop runs: software, no node is "
+            "blamed.",
             differing=apart,
             first_parameter=first,
         )
@@ -197,7 +199,7 @@ def _originals(group: Group, view: EdgeView) -> Finding | None:
         "originals, few ranks",
         INCONCLUSIVE,
         f"The gradient that {who(group, apart)} gave differs from two replays of it on different nodes: a fault that "
-        "did not repeat, or a batch or loss that was changed there.",
+        "did not repeat, or a batch or loss that was changed there, so nobody can be named.",
         differing=apart,
         candidates=apart,
         contains=True,
@@ -213,7 +215,7 @@ def _two_nodes(group: Group, view: EdgeView) -> Finding | None:
         "two nodes",
         INCONCLUSIVE,
         f"{len(failing)} of {len(view.judged)} replays disagree between the only two nodes, where they agreed before: "
-        "one of the two computes wrong, and with fewer than three nodes nobody can say which.",
+        "one of the two computes wrong, and with fewer than three nodes nobody can be named.",
         differing=failing,
         candidates=tuple(range(group.size)),
         contains=any(view.disputed(owner) for owner in failing),
@@ -247,7 +249,8 @@ def _other_pattern(group: Group, view: EdgeView) -> Finding:
         return Finding(
             "other pattern, most edges",
             SOFTWARE,
-            f"{counted} disagree between nodes, in no pattern that one node explains: the replay is not reproducible.",
+            f"{counted} disagree between nodes, in no pattern that one node explains: the replay is not reproducible; "
+            "software, no node is blamed.",
             differing=failing,
         )
     return Finding(

@@ -112,8 +112,8 @@ def combine(judgement: Judgement, agreed: bool, highest_code: int, *, lasting: b
         path=TRANSPORT,
         contains=contains,
         new=not lasting,
-        sentence=f"The ranks read different verdicts from the same exchange at step {judgement.step}, so none of them "
-        "can be trusted to name anybody.",
+        sentence=f"The ranks read different verdicts from the same exchange at step {judgement.step}, so nobody can be "
+        "named.",
         evidence={"highest_code": highest_code},
     )
     return replace(

@@ -89,7 +89,7 @@ def _mismatch(
     differ = "different values" if len(differing) == group.size else "another value than the majority"
     if signs:
         why = listing([WORDS[sign] for sign in signs])
-        sentence = f"The reduced gradient differs between ranks, and so does {why}: software, no node is blamed."
+        sentence = f"The reduced gradient differs between ranks, and with it {why}: software, no node is blamed."
     else:
         sentence = (
             f"{capital(who(group, differing))} got {differ} from the all-reduce of step {step}; any rank may have "

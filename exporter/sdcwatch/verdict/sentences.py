@@ -13,6 +13,15 @@ _MAX_NODES = 4
 _MAX_RANKS = 8
 _MAX_LISTED = 64
 
+CHECK_WORDS = {
+    "gradient_norm": "the comparison of gradient norms",
+    "gradient_checksum": "the comparison of reduced gradients",
+    "allreduce_conservation": "the check that the reduced gradient is the average",
+    "weight_checksum": "the comparison of weights and optimizer state",
+    "replay": "the replay of a step on another node",
+    "checkpoint": "the comparison with the checkpoint",
+}
+
 
 def who(group: Group, ranks: Sequence[int]) -> str:
     """`rank 2 on node-3`, `ranks 4 and 5 on node-c`, `rank 1 on a and rank 2 on b`."""

@@ -228,7 +228,7 @@ def _at_rest(run: _Run, stage: _Stage, base: Verdict) -> Verdict:
     }[stage.name]
     sentence = (
         f"The {what} of {who(run.group, base.differing)} changed {when}: memory, or code that ran there only; "
-        "only a failed known-answer test can name a node."
+        "nobody can be named unless a known-answer test fails there."
     )
     return replace(
         base, kind=INCONCLUSIVE, candidates=base.differing, path=stage.path, contains=True, sentence=sentence
@@ -254,10 +254,11 @@ def _doubts(run: _Run, gradient_differs: bool) -> list[str]:
 def _software_sentence(run: _Run, stage: _Stage, differing: tuple[int, ...], signs: tuple[str, ...]) -> str:
     what = listing([WORDS[sign] for sign in signs])
     if stage.name == _CONFIG:
-        return f"{capital(what)} differs on {who(run.group, differing)}: software, no node is blamed."
+        rest = "" if len(differing) == run.group.size else f" and {others(run.group, differing)}"
+        return f"{capital(who(run.group, differing))}{rest} differ in {what}: software, no node is blamed."
     return (
-        f"The weights or optimizer state of {who(run.group, differing)} differ, and so does {what}: software, no node "
-        "is blamed."
+        f"The weights or optimizer state of {who(run.group, differing)} differ, and with them {what}: software, no "
+        "node is blamed."
     )
 
 

@@ -16,11 +16,14 @@ from pathlib import Path
 from sdcwatch.identity import Identity
 from sdcwatch.latch.files import Latch, LatchNode, NamedRank, places, released_latches
 from sdcwatch.verdict import Verdict
+from sdcwatch.verdict.sentences import CHECK_WORDS, capital
 
 #: A halt that lies further back says nothing about this one.
 WINDOW_SECONDS = 30 * 86400.0
 #: Key of the event's evidence that holds the id of the former halt.
 EVIDENCE = "same_step_as"
+#: Key of the event's evidence that holds what this life alone would have said.
+ALONE = "alone"
 
 
 def former_halts(directories: Iterable[Path], job: str) -> tuple[Latch, ...]:
@@ -48,9 +51,9 @@ def judged(verdict: Verdict, identities: Sequence[Identity], halts: Sequence[Lat
         return verdict
     before = ", ".join(sorted({n.node for n in former.named or former.nodes}))
     sentence = (
-        f"{verdict.check} failed at step {verdict.step}, as it did at step {former.step} on other hardware ({before}; "
-        f"latch {former.latch_id}): no node is blamed a second time. Look at the checkpoint, at the data of this step "
-        f"and at the build. What this life alone would have said: {verdict.sentence}"
+        f"{capital(CHECK_WORDS[verdict.check])} failed at step {verdict.step}, as it did at step {former.step} on "
+        f"other hardware ({before}): no node is blamed a second time, so look at the checkpoint, at the data of this "
+        "step and at the build."
     )
     return replace(
         verdict,
@@ -60,7 +63,7 @@ def judged(verdict: Verdict, identities: Sequence[Identity], halts: Sequence[Lat
         persistence=None,
         trust_needed="verified",
         sentence=sentence,
-        evidence={**verdict.evidence, EVIDENCE: former.latch_id},
+        evidence={**verdict.evidence, EVIDENCE: former.latch_id, ALONE: verdict.sentence},
     )
 
 
