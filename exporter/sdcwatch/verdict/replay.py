@@ -95,6 +95,7 @@ def transport_fault(history: History, group: Group, step: int, check: str, slots
     known = {rank for event in before for rank in event.differing}
     if before and known.issuperset(slots):
         return lasting(before, step)[-1]
+    what = "rows of the replay" if check == REPLAY else "rows"
     return Verdict(
         step=step,
         check=check,
@@ -102,7 +103,7 @@ def transport_fault(history: History, group: Group, step: int, check: str, slots
         differing=tuple(sorted(slots)),
         path=TRANSPORT,
         last_clean_step=history.checked,
-        sentence=f"The rows in the slots of {who(group, slots)} are not what those ranks sent at step {step}: a "
+        sentence=f"The {what} in the slots of {who(group, slots)} are not what those ranks sent at step {step}: a "
         "transport fault, which blames nobody.",
         evidence={"slots": list(slots[:_MAX_EDGES]), "num_slots": len(slots)},
     )
