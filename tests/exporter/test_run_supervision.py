@@ -283,6 +283,23 @@ def test_second_latch_that_names_nobody_within_a_day_waits_for_a_person(node: Ma
     assert a.status() == 0
 
 
+def test_latch_of_steps_that_failed_before_on_other_hardware_waits_for_a_person(node: MakeNode) -> None:
+    """Nobody is named and every node passes, as where the job releases by itself; `same_step_as` alone keeps it."""
+    a = node()
+    latch = dataclasses.replace(
+        unnamed(1), nodes=(latches.LatchNode("node-a", "i-a"),), same_step_as="sdc-00112233445566bb"
+    )
+    a.start(halting(latch, a.spool, a.shared), "--latch-wait", "2")
+    until(lambda: "preflight on node-a: pass" in a.said(), "a judged itself")
+    assert a.status() == 86
+    assert a.lives() == 1
+    assert latches.read_latch(a.shared) == latch  # type: ignore[arg-type]
+    assert "only a person releases this" in a.said()
+    latches.release(a.shared, latch.latch_id, by="ada", reason="the data of that step was bad")  # type: ignore[arg-type]
+    a.start("sys.exit(0)")
+    assert a.status() == 0
+
+
 def test_single_node_without_a_shared_folder_releases_itself(node: MakeNode) -> None:
     """Where the spool is the only place, a job of one node can still go on by itself."""
     a = node(shared=False)
