@@ -3,7 +3,7 @@
 FROM python:3.11.11-slim-bookworm
 
 COPY remediation /src/remediation
-RUN pip install --no-cache-dir /src/remediation
+RUN pip install --no-cache-dir '/src/remediation[postgres,eks]'
 
 USER 65534:65534
 WORKDIR /state

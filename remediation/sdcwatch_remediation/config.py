@@ -23,7 +23,7 @@ from sqlalchemy.exc import ArgumentError
 
 from sdcwatch_remediation import preflight, windows
 from sdcwatch_remediation.errors import ConfigError
-from sdcwatch_remediation.settings import ACTIONS, MODES, Config, GroupModes
+from sdcwatch_remediation.settings import ACTIONS, MODES, Config, Database, GroupModes
 
 T = TypeVar("T")
 
@@ -37,7 +37,7 @@ def load(path: Path) -> Config:
     Raises:
         ConfigError: the file is missing, is not TOML, or settings are wrong; the message names each, one a line.
     """
-    config = read(path)
+    config = _with_url(read(path))
     _raise([*_problems(config), *preflight.problems(config)])
     return config
 
@@ -245,21 +245,30 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
+def _with_url(config: Config) -> Config:
+    """Take the database's URL from its file, where one is named, so that a password stands in a Secret alone."""
+    database = config.database
+    if not database.url_file:
+        return config
+    if database.url != type(database)().url:
+        raise ConfigError("database.url and database.url_file are both set; keep one")
+    try:
+        lines = Path(database.url_file).read_text(encoding="utf-8").split()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"database.url_file {database.url_file} cannot be read: {error}") from error
+    if len(lines) != 1:
+        raise ConfigError(f"database.url_file {database.url_file} must hold one line, the database's URL")
+    return replace(config, database=_database_in(replace(database, url=lines[0]), Path(database.url_file).parent))
+
+
 def _resolve_paths(config: Config, folder: Path) -> Config:
     def resolved(section: Any) -> Any:
         names = [item.name for item in fields(section) if item.name == "file" or item.name.endswith(("_file", "_dir"))]
         return replace(section, **{n: str(folder / getattr(section, n)) for n in names if getattr(section, n)})
 
     database = resolved(config.database)
-    try:
-        url = make_url(database.url)
-    except (ArgumentError, ValueError):
-        url = None
-    if url is not None and url.get_backend_name() == "sqlite" and url.database not in (None, "", ":memory:"):
-        file = str(folder / str(url.database))
-        database = replace(database, url=url.set(database=file).render_as_string(hide_password=False))
-        if not database.mark_file:
-            database = replace(database, mark_file=f"{file}.mark")
+    if not database.url_file:
+        database = _database_in(database, folder)
     return replace(
         config,
         server=resolved(config.server),
@@ -269,3 +278,16 @@ def _resolve_paths(config: Config, folder: Path) -> Config:
         tracing=resolved(config.tracing),
         database=database,
     )
+
+
+def _database_in(database: Database, folder: Path) -> Database:
+    """Let a relative SQLite path begin at a folder, and its mark stand beside it."""
+    try:
+        url = make_url(database.url)
+    except (ArgumentError, ValueError):
+        return database
+    if url.get_backend_name() != "sqlite" or url.database in (None, "", ":memory:"):
+        return database
+    file = str(folder / str(url.database))
+    database = replace(database, url=url.set(database=file).render_as_string(hide_password=False))
+    return database if database.mark_file else replace(database, mark_file=f"{file}.mark")

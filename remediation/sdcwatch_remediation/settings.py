@@ -46,6 +46,7 @@ class Database:
     """Where the state lives."""
 
     url: str = _setting("sqlite:///remediation.sqlite3", "SQLAlchemy URL; a relative SQLite path starts at this file.")
+    url_file: str = _setting("", "File whose one line is the URL, with its password, instead of url.")
     busy_timeout_seconds: float = _setting(5.0, "How long a write waits for a locked SQLite file.", minimum=0)
     id: str = _setting("", "The database's id, as `migrate` and `readyz` tell it. Another one is frozen. Empty: any.")
     mark_file: str = _setting("", "Keeps how far the database had come. Empty: beside a SQLite file, as `.mark`.")
@@ -143,7 +144,7 @@ class Actions:
     slurm_bin_dir: str = _setting("", "Folder of scontrol, squeue and scancel. Empty: looked up on PATH.")
     slurm_stop: str = _setting("requeue", "What is done to the training job.", choices=("requeue", "cancel"))
     slurm_timeout_seconds: float = _setting(30.0, "Longest wait for one command of Slurm.", minimum=0.1)
-    eks_kubeconfig_file: str = _setting("", "Kubeconfig for isolate = 'eks'. Empty: the pod's own service account.")
+    eks_kubeconfig_file: str = _setting("", "Kubeconfig where isolate is 'eks'. Empty: the pod's own service account.")
     eks_job_label: str = _setting("", "Pod label that holds the training job's name, besides SDCWATCH_JOB.")
     eks_timeout_seconds: float = _setting(30.0, "Longest wait for one answer of the Kubernetes API.", minimum=0.1)
     evidence_dir: str = _setting("", "Folder for a bundle of each acted-on case. Empty: evidence in the database only.")

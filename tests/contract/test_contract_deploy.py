@@ -21,7 +21,11 @@ DEPLOY = ROOT / "deploy"
 KUBERNETES = DEPLOY / "kubernetes"
 UNITS = sorted(p for p in DEPLOY.rglob("*") if p.suffix in (".service", ".timer"))
 SERVICES = [path for path in UNITS if path.suffix == ".service"]
-MANIFESTS = [(path, doc) for path in sorted(KUBERNETES.glob("*.yaml")) for doc in yaml.safe_load_all(path.read_text())]
+MANIFESTS = [
+    (path, document)
+    for path in sorted([*KUBERNETES.glob("*.yaml"), *(DEPLOY / "remediation").glob("*.yaml")])
+    for document in yaml.safe_load_all(path.read_text())
+]
 #: The operator's own kinds have no schema here; a test below holds them against the DaemonSet.
 BUILT_IN = [(path, document) for path, document in MANIFESTS if not document["apiVersion"].startswith("monitoring.")]
 Require = Callable[[str], Path]
@@ -92,21 +96,22 @@ def test_an_agent_beyond_loopback_has_tls_and_all_three_tokens(where: str, words
 def test_units_have_no_privileges(path: Path) -> None:
     """Not root, no new privileges, no capabilities, and a file system that can be written in named places only."""
     found = unit(path)
-    assert found["User"][0] in ("%i", "prometheus")
+    assert found["User"][0] in ("%i", "prometheus", "sdcwatch")
     assert found["NoNewPrivileges"] == ["yes"]
     assert found["CapabilityBoundingSet"] == [""]
     assert found["ProtectSystem"] == ["strict"]
-    assert found["ReadWritePaths"]
+    assert "ReadWritePaths" in found or "StateDirectory" in found
     assert found["PrivateTmp"] == ["yes"]
 
 
 def test_systemd_accepts_the_units(tmp_path: Path) -> None:
-    """systemd-analyze reads them without a warning, where it is installed, and rates the agent's exposure as low."""
+    """systemd-analyze, where it is installed, reads them without a warning, and rates agent and service as low."""
     analyze = shutil.which("systemd-analyze")
     if analyze is None:
         pytest.skip("systemd-analyze is not installed here")
     for path in UNITS:
-        (tmp_path / path.name).write_text(path.read_text().replace("/opt/sdcwatch/bin/sdcwatch", "/bin/true"))
+        text = re.sub(r"/opt/[a-z-]+/bin/[a-z-]+", "/bin/true", path.read_text())
+        (tmp_path / path.name).write_text(text)
     names = [path.name.replace("@.", "@root.") for path in UNITS]
     done = subprocess.run(
         [analyze, "verify", "--man=no", "--recursive-errors=no", *names],
@@ -114,13 +119,14 @@ def test_systemd_accepts_the_units(tmp_path: Path) -> None:
     )  # fmt: skip
     ours = [line for line in done.stderr.splitlines() if "sdcwatch" in line]
     assert (done.returncode, ours) == (0, [])
-    done = subprocess.run(
-        [analyze, "security", "--offline=true", "sdcwatch-agent@root.service"],
-        cwd=tmp_path, capture_output=True, text=True, timeout=60,
-    )  # fmt: skip
-    rating = re.search(r"exposure level for \S+: ([0-9.]+)", done.stdout)
-    if rating is not None:  # older ones know no --offline
-        assert float(rating.group(1)) <= 2.5
+    for name in ("sdcwatch-agent@root.service", "sdcwatch-remediation.service"):
+        done = subprocess.run(
+            [analyze, "security", "--offline=true", name],
+            cwd=tmp_path, capture_output=True, text=True, timeout=60,
+        )  # fmt: skip
+        rating = re.search(r"exposure level for \S+: ([0-9.]+)", done.stdout)
+        if rating is not None:  # older ones know no --offline
+            assert float(rating.group(1)) <= 2.5
 
 
 @pytest.mark.parametrize(("path", "document"), BUILT_IN, ids=[f"{p.stem}-{d['kind']}" for p, d in BUILT_IN])

@@ -261,3 +261,32 @@ def test_counters_are_one_series_each() -> None:
     text = generate_latest(telemetry.registry).decode()
     assert "sdc_remediation_errors_total{" in text
     assert "_created" not in text
+
+
+def test_the_databases_url_may_stand_in_a_file_of_its_own(tmp_path: Path) -> None:
+    """Its password then is in a Secret alone; a relative SQLite path starts at that file, with its mark beside it."""
+    for name in ("alerts", "events"):
+        (tmp_path / name).write_text(f"{name}-token\n")
+    (tmp_path / "secret").mkdir()
+    url = tmp_path / "secret" / "url"
+    url.write_text("sqlite:///cases.sqlite3\n")
+    file = tmp_path / "remediation.toml"
+    text = (
+        '[cluster]\nname = "demo"\n[server]\nalerts_token_file = "alerts"\n'
+        '[agents]\nevents_token_file = "events"\n[database]\nurl_file = "secret/url"\n'
+    )
+    file.write_text(text)
+    database = config.load(file).database
+    assert database.url == f"sqlite:///{tmp_path}/secret/cases.sqlite3"
+    assert database.mark_file == f"{tmp_path}/secret/cases.sqlite3.mark"
+    for content, sentence in (("", "must hold one line"), ("a\nb\n", "must hold one line"), (None, "cannot be read")):
+        url.unlink()
+        if content is not None:
+            url.write_text(content)
+        else:
+            url.mkdir()
+        with pytest.raises(ConfigError, match=sentence):
+            config.load(file)
+    file.write_text(text + 'url = "sqlite:///other.sqlite3"\n')
+    with pytest.raises(ConfigError, match="both set"):
+        config.load(file)
