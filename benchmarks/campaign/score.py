@@ -133,7 +133,7 @@ def score_sdcguard(case: Case, struck: Sequence[int], answers: Sequence[Sequence
     """
     named = {r for alerts in answers for alert in alerts if len(alert["named"]) < case.world for r in alert["named"]}
     spoke = any(answers)
-    return _answer(case, Truth(tuple(struck), 0, 0.0, 0.0), named or (set() if spoke else None))
+    return _answer(case, Truth(tuple(struck), 0, 0.0, 0.0, None), named or (set() if spoke else None))
 
 
 def _answer(case: Case, truth: Truth, named: set[int] | None) -> str:

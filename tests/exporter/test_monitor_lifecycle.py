@@ -275,7 +275,7 @@ def test_a_rank_that_misreads_its_rows_cannot_split_the_group(ranks: Any, tmp_pa
         healthy = exchange.rows
 
         def misread(row: Any) -> Any:
-            rows = healthy(row)
+            rows = list(healthy(row))
             if rank == 1 and isinstance(row, Row) and row.step == 3:
                 rows[2] = dataclasses.replace(rows[2], reduced=12345)
             return rows

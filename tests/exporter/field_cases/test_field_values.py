@@ -340,7 +340,7 @@ def test_collectives_come_only_from_the_training_thread_and_after_backward(field
         seen = []
         monitor = t.watch(metrics_interval=0.1)
         exchange = monitor._epoch.exchange
-        for name in ("rows", "agree"):
+        for name in ("rows", "agree_on_most"):
             healthy = getattr(exchange, name)
 
             def counted(*args: Any, healthy: Any = healthy) -> Any:
