@@ -1,7 +1,8 @@
 """What DCGM and the inventory call this rank's device: `GPU-...`, or `MIG-...` with its parent beside it.
 
 torch knows the UUID of a whole GPU; NVML, where its Python binding is installed, knows a MIG slice's and its parent's,
-and the GPU's for a torch that is too old. Changes no device. Flow: monitor -> **device_name** -> identity.
+and the GPU's for a torch that is too old; and a board's serial number. Changes no device.
+Flow: monitor -> **device_name** -> identity; preflight.
 """
 
 from __future__ import annotations
@@ -40,6 +41,20 @@ def device_name(device: torch.device, environ: Mapping[str, str] | None = None, 
         return DeviceName(visible, _parent(visible, nvml))
     uuid = normalised(str(getattr(torch.cuda.get_device_properties(device), "uuid", "")))
     return DeviceName(uuid) if uuid else _from_nvml(visible or str(index), nvml)
+
+
+def serial_number(name: DeviceName, nvml: Any = None) -> str:
+    """The board's serial number, as its maker takes it back under; empty where NVML or the board has none.
+
+    Args:
+        nvml: the `pynvml` module; found by itself where it is installed.
+    """
+    try:
+        nvml = nvml or importlib.import_module("pynvml")
+        nvml.nvmlInit()
+        return _text(nvml.nvmlDeviceGetSerial(nvml.nvmlDeviceGetHandleByUUID(name.parent or name.uuid)))
+    except Exception:  # consumer boards have none, and NVML raises errors of its own
+        return ""
 
 
 def normalised(uuid: str) -> str:

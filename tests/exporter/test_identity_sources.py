@@ -15,7 +15,7 @@ import pytest
 import torch
 from sdcwatch import node_sources
 from sdcwatch.agent.node import take as agent_take
-from sdcwatch.device_name import DeviceName, device_name, normalised
+from sdcwatch.device_name import DeviceName, device_name, normalised, serial_number
 from sdcwatch.errors import IdentityError
 from sdcwatch.identity import take
 from sdcwatch.settings import Settings
@@ -209,6 +209,11 @@ class FakeNvml:
     def nvmlDeviceGetUUID(self, handle: str) -> bytes:
         return self.GPU.encode()
 
+    def nvmlDeviceGetSerial(self, handle: str) -> str:
+        if handle != "gpu":
+            raise RuntimeError("a slice has no serial number")
+        return "1650522003820"
+
 
 def test_a_device_is_called_what_dcgm_calls_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch's UUID, NVML's for a torch without one, a slice with its parent beside it; a CPU has none."""
@@ -224,6 +229,15 @@ def test_a_device_is_called_what_dcgm_calls_it(monkeypatch: pytest.MonkeyPatch) 
     assert device_name(gpu, {"CUDA_VISIBLE_DEVICES": "3,4"}, nvml) == DeviceName(FakeNvml.GPU)
     assert device_name(gpu, {"CUDA_VISIBLE_DEVICES": "5"}, nvml) is None
     assert (normalised("gpu-" + bare), normalised("GPU-1"), normalised("")) == (FakeNvml.GPU, "", "")
+
+
+def test_a_boards_serial_number_is_nvmls_also_for_a_slice_of_it() -> None:
+    """A slice has the board's; without NVML, or on a board without one, there is none and no error."""
+    nvml = FakeNvml()
+    assert serial_number(DeviceName(FakeNvml.GPU), nvml) == "1650522003820"
+    assert serial_number(DeviceName(FakeNvml.MIG, FakeNvml.GPU), nvml) == "1650522003820"
+    assert serial_number(DeviceName(FakeNvml.MIG), nvml) == ""
+    assert serial_number(DeviceName(FakeNvml.GPU), object()) == ""
 
 
 def test_a_slices_parent_stands_in_the_spool_and_in_no_label(tmp_path: Path) -> None:

@@ -1,8 +1,8 @@
-"""The four requests that an agent answers (docs/contracts.md, Agent over HTTP).
+"""The five requests that an agent answers (docs/contracts.md, Agent over HTTP).
 
 Each road has its own secret; a road without one is closed. A scrape counts only once its answer has been sent, and
 counts from the moment at which the spool was read. Standard library only. Flow: server -> **handler** -> collector,
-spool.reader, release.
+spool.reader, preflight.result, release.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from sdcwatch.agent.server import IO_SECONDS
 from sdcwatch.agent.state import StateFile
 from sdcwatch.agent.tally import Tally
 from sdcwatch.agent.tokens import Credential, Password, Token
+from sdcwatch.preflight.result import own_results
 from sdcwatch.spool.reader import read_event_lines
 
 SCHEMA = 1
@@ -65,10 +66,12 @@ class AgentHandler(BaseHTTPRequestHandler):
             self._metrics()
         elif url.path == "/events":
             self._events(url.query)
+        elif url.path == "/preflight":
+            self._preflight(url.query)
         elif url.path == "/latch/release":
             self._fail(405, "use POST")
         else:
-            self._fail(404, "there are /metrics, /healthz, /events and /latch/release")
+            self._fail(404, "there are /metrics, /healthz, /events, /preflight and /latch/release")
 
     def do_POST(self) -> None:
         if urlsplit(self.path).path != "/latch/release":
@@ -105,12 +108,26 @@ class AgentHandler(BaseHTTPRequestHandler):
             self._fail(400, "since must be unix seconds")
             return
         lines, cut = read_event_lines(routes.user_root, instance=asked.get("instance", [None])[-1], since=since)
-        node = routes.node
-        agent = {"cluster": node.cluster, "node": node.node, "instance": node.instance, "version": __version__}
-        head = f'{{"schema":{SCHEMA},"agent":{json.dumps(agent)},"events":['
+        head = f'{{"schema":{SCHEMA},"agent":{json.dumps(self._agent())},"events":['
         # Lines go out as they were written: whoever compares copies compares bytes that we did not touch.
         body = head.encode() + b",".join(lines) + f'],"truncated":{json.dumps(cut)}}}\n'.encode()
         self._send(200, body, "application/json")
+
+    def _preflight(self, query: str) -> None:
+        routes = self.routes
+        if not self._admitted(routes.events_token, "--events-token-file"):
+            return
+        latch_id = parse_qs(query).get("latch", [""])[-1]
+        if not release.is_latch_id(latch_id):
+            self._fail(400, "latch must be the id of a latch")
+            return
+        node = routes.node
+        found = own_results(routes.user_root, latch_id=latch_id, node=node.node, instance=node.instance)
+        self._json(200, {"schema": SCHEMA, "agent": self._agent(), "results": found})
+
+    def _agent(self) -> dict[str, str]:
+        node = self.routes.node
+        return {"cluster": node.cluster, "node": node.node, "instance": node.instance, "version": __version__}
 
     def _release(self) -> None:
         try:

@@ -57,13 +57,18 @@ def parse_request(body: Any) -> Request:
         if not isinstance(value, str) or len(value) > _TEXT:
             raise ValueError(f"{name} must be text of at most {_TEXT} characters")
         values[name] = value
-    if not _ID.fullmatch(values["latch_id"]):
+    if not is_latch_id(values["latch_id"]):
         raise ValueError("latch_id must be the id of a latch")
     if values["decision"] not in ("release", "leave"):
         raise ValueError("decision must be release or leave")
     if not values["by"]:
         raise ValueError("by must say who decided")
     return Request(**values)
+
+
+def is_latch_id(text: str) -> bool:
+    """Whether a text could be a latch's id, and so cannot leave a folder."""
+    return _ID.fullmatch(text) is not None
 
 
 def answer(request: Request, user_root: Path, node: Node) -> Answer:

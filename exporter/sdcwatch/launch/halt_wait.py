@@ -17,15 +17,15 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from urllib.parse import quote
+from typing import Any
 
 from sdcwatch import durable
 from sdcwatch.errors import EXIT_HALTED, SpoolError
 from sdcwatch.latch import files as latches
 from sdcwatch.launch import launcher
+from sdcwatch.preflight import result
 from sdcwatch.preflight.command import parse_outcome
 
-SCHEMA = 1
 #: A second latch that names nobody within this time is left to a person.
 UNNAMED_WINDOW_SECONDS = 86400.0
 #: A preflight that takes longer could not judge.
@@ -99,7 +99,7 @@ class _Wait:
     def __init__(self, latch: latches.Latch, places: tuple[Path, ...], options: WaitOptions, say: Say) -> None:
         self.latch = latch
         self._places, self._options, self._say = latches.places(places), options, say
-        self._results = self._result_folder()
+        self._results = self._result_place()
         self._since = self._reminded = time.monotonic()
         self._judged = False
         self._output = tempfile.TemporaryFile()  # noqa: SIM115 (closed in ended(); outlives this call)
@@ -116,14 +116,14 @@ class _Wait:
         except OSError as error:
             self._record("unknown", f"cannot start {options.preflight[0]}: {error.strerror}")
 
-    def _result_folder(self) -> Path | None:
+    def _result_place(self) -> Path | None:
         """Where all nodes of the latch see each other's results; None: nowhere, so a person has to release."""
         shared = self._options.checkpoint_dir or (
             Path(self.latch.checkpoint_dir) if self.latch.checkpoint_dir else None
         )
         if shared is None and {n.node for n in self.latch.nodes} <= {self._options.node}:
             shared = self._options.spool
-        return None if shared is None else shared / "preflight" / self.latch.latch_id
+        return shared
 
     def look(self) -> None:
         """One look: the preflight's end, a release by the job itself, a reminder in the log."""
@@ -145,22 +145,29 @@ class _Wait:
         self._judged = True
         printed = self._printed()
         self._say(f"preflight on {self._options.node}: {outcome} ({detail})")
-        if self._results is None:
-            return
-        self._results.mkdir(parents=True, exist_ok=True)
-        durable.replace_json(
-            self._results / result_name(self._options.node),
-            {
-                "schema": SCHEMA,
-                "latch_id": self.latch.latch_id,
-                "node": self._options.node,
-                "instance": self._options.instance,
-                "result": outcome,
-                "detail": detail,
-                "output": printed,
-                "time": time.time(),
-            },
+        kept = result.record(
+            self.latch.latch_id,
+            self._options.node,
+            self._options.instance,
+            result=outcome,
+            detail=detail,
+            output=printed,
+            report=parse_outcome(printed),
+            at=time.time(),
         )
+        # The own spool first: from there the node's agent serves it, wherever the others look.
+        own = self._options.spool if self._options.spool.is_dir() else None
+        for place in dict.fromkeys((own, self._results)):
+            if place is not None:
+                self._keep(place, kept)
+
+    def _keep(self, place: Path, kept: dict[str, Any]) -> None:
+        path = result.path_in(place, self.latch.latch_id, self._options.node)
+        try:
+            path.parent.mkdir(mode=0o700 if place == self._options.spool else 0o777, parents=True, exist_ok=True)
+            durable.replace_json(path, kept)
+        except (OSError, SpoolError) as error:
+            self._say(f"the preflight's result cannot be kept in {place}: {error}")
 
     def _printed(self) -> str:
         """The end of what the preflight printed; its judgement is the last line."""
@@ -170,7 +177,10 @@ class _Wait:
     def _release_by_job(self) -> None:
         if self._results is None or not self.latch.nodes:
             return
-        results = {n.node: durable.read_json(self._results / result_name(n.node)) for n in self.latch.nodes}
+        results = {
+            n.node: durable.read_json(result.path_in(self._results, self.latch.latch_id, n.node))
+            for n in self.latch.nodes
+        }
         if not all(r is not None and r.get("result") == "pass" for r in results.values()):
             return
         earlier = {
@@ -213,8 +223,3 @@ def judged(status: int, printed: str) -> str:
     if status == 0:
         return "pass" if outcome in (None, "pass") else "unknown"
     return "fail" if status == 1 and outcome == "fail" else "unknown"
-
-
-def result_name(node: str) -> str:
-    """File name of a node's preflight result; a name that could leave the folder is encoded."""
-    return quote(node, safe="").replace("..", "%2E%2E") + ".json"

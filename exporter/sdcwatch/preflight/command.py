@@ -45,12 +45,15 @@ class CheckResult:
 
 @dataclass(frozen=True, slots=True)
 class DeviceReport:
-    """All checks of one device. `device` as torch names it, `name` as its maker does."""
+    """All checks of one device. `device` as torch names it, `name` as its maker does; `uuid` and `serial` as NVML has
+    them, empty on a CPU and where unknown."""
 
     device: str
     name: str
     outcome: Outcome
     checks: tuple[CheckResult, ...]
+    uuid: str = ""
+    serial: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +171,18 @@ def _judge_device(
     for position, (name, rounds) in enumerate(planned.items()):
         left = seconds - (time.monotonic() - started)
         results.append(_run_check(torch, name, rounds, left / (len(planned) - position)))
-    return DeviceReport(str(device), _label(torch, device), _worst([r.outcome for r in results]), tuple(results))
+    outcome = _worst([r.outcome for r in results])
+    return DeviceReport(str(device), _label(torch, device), outcome, tuple(results), *_names(device))
+
+
+def _names(device: torch.device) -> tuple[str, str]:
+    """UUID and serial number, as an event and an invoice name the device."""
+    try:
+        found = importlib.import_module("sdcwatch.device_name")
+        named = found.device_name(device)
+        return (named.uuid, found.serial_number(named)) if named is not None else ("", "")
+    except Exception:  # lost since the checks began
+        return "", ""
 
 
 def _label(torch: ModuleType, device: torch.device) -> str:
