@@ -65,6 +65,16 @@ class Case:
         return hashlib.sha256(self.request.encode()).hexdigest() if self.request else ""
 
     @property
+    def mark_left(self) -> str:
+        """What a person does about the mark of the node's own agent, which nobody else can lift; empty: there is none.
+
+        It follows a reason, so it begins with a semicolon.
+        """
+        if self.quarantined_at is None:
+            return ""
+        return f"; {self.node_name} trains again once QUARANTINE.json is removed there (`sdcwatch run` prints its path)"
+
+    @property
     def approved(self) -> bool:
         """Whether a person approved exactly the present request."""
         return bool(self.request) and self.approved_sha256 == self.request_sha256

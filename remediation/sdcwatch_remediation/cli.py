@@ -66,10 +66,10 @@ def _parser() -> argparse.ArgumentParser:
         ("cases", "list the cases", _cases),
         ("show", "show one case whole", _show),
         ("approve", "approve the request that a case shows", _approve),
-        ("reject", "reject a case", _reject),
+        ("reject", "say no to a case: its latch is released, its scheduler gets the node back", _reject),
         ("hold", "keep the service from acting on one case until `unhold`", _decide),
         ("unhold", "let the service act on a held case again", _decide),
-        ("cancel", "end a case where it stands", _decide),
+        ("cancel", "end a case: its scheduler gets the node back, latch and quarantine mark stay", _decide),
         ("pause", "stop every action at its next step", _pause),
         ("resume", "end the pause", _resume),
     ):

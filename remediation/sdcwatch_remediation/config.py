@@ -23,7 +23,7 @@ from sqlalchemy.exc import ArgumentError
 
 from sdcwatch_remediation import preflight, windows
 from sdcwatch_remediation.errors import ConfigError
-from sdcwatch_remediation.settings import ACTIONS, MODES, Config, Database, GroupModes
+from sdcwatch_remediation.settings import ACTIONS, GIVE_BACK, MODES, Config, Database, GroupModes
 
 T = TypeVar("T")
 
@@ -94,6 +94,8 @@ def _problems(config: Config) -> Iterator[str]:
         yield "actions.replace is 'slurm', which fails only nodes that were drained: set actions.isolate = 'slurm' too"
     if forbidden := set(config.policy.groups) & set(config.policy.forbidden_groups):
         yield f"policy.groups and policy.forbidden_groups both hold {sorted(forbidden)}; remove it from one"
+    if unknown := sorted(set(config.policy.give_back) - set(GIVE_BACK)):
+        yield f"policy.give_back: {unknown[0]!r} is none of {', '.join(GIVE_BACK)}"
     for window in config.policy.windows:
         try:
             windows.parse(window)

@@ -122,7 +122,7 @@ class Context:
                 for other in self.store.cases(open_only=True)
                 if other.id != case.id
                 and other.cluster == case.cluster
-                and other.state not in ("suspected", "rejected")
+                and other.state not in ("suspected", "rejected", "giving_back", "not_given_back")
             ),
             failed_again=event is not None and self.ledger.failed_again(case, key, event.job),
             usage=self.ledger.usage(case.cluster, member.group if member else case.group_name, besides=case.id),

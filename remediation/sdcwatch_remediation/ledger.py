@@ -337,12 +337,13 @@ class Ledger:
         return moved
 
     def cancel(self, case: Case, *, by: str, reason: str) -> Case:
-        """End a case where it stands: nothing more is done, a quarantine and a latch stay for a person to release.
+        """End a case: only its scheduler gets a node back; a latch and the agent's mark stay for a person to lift.
 
         Raises:
             Conflict: the case is over, or its replacement has been asked for already.
         """
-        return self._decide(case, "cancelled", by, "cancelled", reason=reason)
+        why = f"{reason or f'cancelled by {by}'}{case.mark_left}"
+        return self._decide(case, "cancelled", by, "cancelled", reason=why)
 
     def hold(self, case: Case, *, by: str, reason: str) -> Case:
         """Keep the service from acting on one case until `unhold`; its deadlines go on.

@@ -13,6 +13,9 @@ from typing import Any
 MODES = ("observe", "recommend", "approve", "auto")
 """What the service may do by itself, weakest first."""
 
+GIVE_BACK = ("rejected", "cancelled", "expired")
+"""Ends of a case after which a node can be given back to its scheduler."""
+
 ACTIONS = ("quarantine", "replace")
 """Outside actions that have a mode of their own; a node is quarantined before it is replaced."""
 
@@ -118,6 +121,10 @@ class Policy:
     )
     breaker_instances: int = _setting(4, "So many instances with proven events freeze every new case.", minimum=2)
     breaker_seconds: float = _setting(86_400.0, "For how long such instances are counted.", minimum=1)
+    give_back: tuple[str, ...] = _setting(
+        ("rejected", "cancelled"),
+        "After which ends a node's scheduler gets it back: rejected, cancelled, expired (nobody answered).",
+    )
     attempts: int = _setting(3, "Attempts after definite, retryable refusals.", minimum=1)
     backoff_seconds: float = _setting(30.0, "Wait before the second attempt; doubled for each one after.", minimum=0)
     group_modes: dict[str, GroupModes] = field(

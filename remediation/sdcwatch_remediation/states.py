@@ -77,7 +77,7 @@ _TABLE = (
         "mode recommend: a person is asked to do it by hand",
         "approval_seconds",
         "expired",
-        ("resuming", "closed", "expired", "rejected", "cancelled"),
+        ("resuming", "closed", "expired", "rejected", "cancelled", "giving_back"),
     ),
     State(
         "awaiting_approval",
@@ -85,7 +85,7 @@ _TABLE = (
         "mode approve: a named person must approve exactly this request",
         "approval_seconds",
         "expired",
-        ("containing", "replacing", "resuming", "closed", "expired", "rejected", "cancelled"),
+        ("containing", "replacing", "resuming", "closed", "expired", "rejected", "cancelled", "giving_back"),
     ),
     State(
         "containing",
@@ -101,7 +101,17 @@ _TABLE = (
         "the suspect's own agent is told that the instance must not train",
         900.0,
         "expired",
-        ("replacing", "awaiting_approval", "recommended", "refused", "frozen", "expired", "rejected", "cancelled"),
+        (
+            "replacing",
+            "awaiting_approval",
+            "recommended",
+            "refused",
+            "frozen",
+            "expired",
+            "rejected",
+            "cancelled",
+            "giving_back",
+        ),
     ),
     State(
         "replacing",
@@ -118,6 +128,7 @@ _TABLE = (
             "expired",
             "rejected",
             "cancelled",
+            "giving_back",
         ),
     ),
     State(
@@ -144,17 +155,40 @@ _TABLE = (
         "closed",
         ("closed",),
     ),
-    State("rejected", "working", "a person said no: the latch is released", 1800.0, "closed", ("closed",)),
+    State(
+        "rejected",
+        "working",
+        "a person said no: the latch is released",
+        1800.0,
+        "closed",
+        ("closed", "giving_back"),
+    ),
+    State(
+        "giving_back",
+        "working",
+        "the scheduler gets back what this case took from it, as far as it is still ours",
+        1800.0,
+        "failed",
+        ("not_given_back", "closed", "cancelled", "expired", "failed"),
+    ),
+    State(
+        "not_given_back",
+        "waiting",
+        "that could not be done: a person does it with the commands in the reason",
+        86_400.0,
+        "failed",
+        ("closed", "cancelled", "expired", "failed"),
+    ),
     State(
         "frozen",
         "waiting",
         "looks like a bad detector, build or checkpoint: a person looks",
         604_800.0,
         "expired",
-        ("rejected", "expired", "cancelled"),
+        ("rejected", "expired", "cancelled", "giving_back"),
     ),
     State("refused", "terminal", "identity or permission does not fit: nothing is done", None, "", ()),
-    State("cancelled", "terminal", "a person ended it where it stood: latch and quarantine stay", None, "", ()),
+    State("cancelled", "terminal", "a person ended it: the latch and the mark of the node's agent stay", None, "", ()),
     State("expired", "terminal", "its time is over: nothing more is done", None, "", ()),
     State("failed", "terminal", "an action did not succeed or cannot be proven: a person takes over", None, "", ()),
     State("closed", "terminal", "done; the outcome says how", None, "", ()),
@@ -166,7 +200,7 @@ STATES: dict[str, State] = {state.name: state for state in _TABLE}
 INITIAL = "received"
 
 # In these the world may have moved on while we were down: it is read before the deadline is applied.
-READ_BEFORE_DEADLINE = frozenset({"proving_replacement", "resuming"})
+READ_BEFORE_DEADLINE = frozenset({"proving_replacement", "resuming", "giving_back", "not_given_back"})
 
 
 def allowed(old: str, new: str) -> bool:

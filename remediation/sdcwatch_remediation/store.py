@@ -257,6 +257,10 @@ class Store:
         """Do what `move` does inside a transaction that is already open; its lines go to `lines`."""
         if not allowed(case.state, to):
             raise Conflict(f"{case.id} is {case.state} and cannot become {to}")
+        if self._owes(connection, case, to):
+            # In the same transaction, so that no crash lets the case end before the node is given back.
+            changes.setdefault("outcome", case.outcome or to)
+            to = "giving_back"
         now = self.clock()
         state = STATES[to]
         seconds = state.seconds(self.policy)
@@ -282,6 +286,16 @@ class Store:
         self.audit_in(connection, lines, case.id, to, {"from": case.state, "reason": reason, **(detail or {})}, now)
         row = connection.execute(select(table).where(table.c.id == case.id)).mappings().one()
         return from_row(row)
+
+    def _owes(self, connection: Connection, case: Case, to: str) -> bool:
+        """Whether a case that ends like this asked a scheduler for something that it must give back first."""
+        # A rejected case lets the job go on first: there the end is when it would close.
+        end = "rejected" if (case.state, to) == ("rejected", "closed") else "" if to == "rejected" else to
+        if end not in self.policy.give_back or not allowed(case.state, "giving_back"):
+            return False
+        table = schema.audit
+        asked = select(func.count()).where(table.c.case_id == case.id, table.c.step == "act_requested")
+        return bool(connection.execute(asked).scalar())
 
     def set(self, case: Case, *, step: str = "", detail: dict[str, Any] | None = None, **changes: Any) -> Case:
         """Set columns of a case that stays in its state; with `step`, an audit line is written too."""

@@ -32,6 +32,8 @@ PHASES = {
     "resuming": "resumed",
     "suspected": "suspected",
     "rejected": "rejected",
+    "giving_back": "given_back",
+    "not_given_back": "given_back",
     "frozen": "frozen",
 }
 """The span that shows a state; states that follow one another under one name are one span."""

@@ -12,6 +12,7 @@ import logging
 import threading
 from collections.abc import Callable
 
+from sdcwatch_remediation.actions.give_back import give_back, look_again
 from sdcwatch_remediation.actions.isolate import contain, quarantine
 from sdcwatch_remediation.actions.replace import asked_already, prove_replacement, replace
 from sdcwatch_remediation.actions.resume import release
@@ -40,6 +41,8 @@ STEPS: dict[str, Step] = {
     "resuming": release,
     "suspected": release,
     "rejected": release,
+    "giving_back": give_back,
+    "not_given_back": look_again,
 }
 """What is done in each state; `frozen` waits for a person, terminal states for nobody."""
 
@@ -108,7 +111,7 @@ class Worker:
         raise RuntimeError(f"{case.id} took {STEPS_A_ROUND} steps in one round")
 
     def _expire(self, case: Case, to: str) -> None:
-        reason = f"{case.state} for longer than it may be; last: {case.reason}"
+        reason = f"{case.state} for longer than it may be; last: {case.reason[:600]}{case.mark_left}"
         if case.state == "replacing":
             self.context.ledger.leave(case, to, reason=reason[:1000])
         else:

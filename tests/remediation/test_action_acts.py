@@ -44,6 +44,9 @@ class Drain:
     def next_restore(self, member: Member, case_id: str, done: Sequence[Done]) -> Act | None:
         return None
 
+    def by_hand(self, member: Member) -> str:
+        return f"undo {member.node_name}"
+
     def perform(self, act: Act) -> ActResult:
         self.before()
         self.performed.append(act)

@@ -7,8 +7,7 @@ took.
 What it never does: more than `ACTS_A_ROUND` acts in one round, or one act on one target more than `TRIES` times in
 one case.
 Its place: `actions/isolate` calls `isolate` once the suspect's own agent was told; every gate has been asked just
-before. Nothing in the service calls `restore` yet: a person gives the node of a rejected case back, as
-docs/remediation.md says.
+before; `actions/give_back` calls `restore` once a case ends without a replacement.
 """
 
 from __future__ import annotations
@@ -22,6 +21,8 @@ from sdcwatch_remediation.context import Context
 from sdcwatch_remediation.records import Member
 
 TRIES = 5
+GIVEN_UP = "given up: "
+"""How the reason begins where an act will not be tried again."""
 ACTS_A_ROUND = 64
 REFUSED_SECONDS = 10.0
 """Wait before an act that was refused (a PodDisruptionBudget, say) is asked for again; doubled each time."""
@@ -82,7 +83,7 @@ def _not_now(ctx: Context, scheduler: Scheduler, act: Act, done: tuple[Done, ...
     before = [earlier for earlier in done if (earlier.name, earlier.target) == (act.name, act.target)]
     what = f"{scheduler.name}: {act.name} of {act.target}"
     if len(before) >= TRIES:
-        said, what = before[-1].message, f"given up: {what} was tried {TRIES} times and"
+        said, what = before[-1].message, f"{GIVEN_UP}{what} was tried {TRIES} times and"
         return f"{what} is refused: {said}"[:600] if said else f"{what} does not show"
     refused = times(done, act.name, act.target, "refused")
     if refused and before[-1].outcome == "refused":

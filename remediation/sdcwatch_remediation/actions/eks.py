@@ -109,10 +109,17 @@ class Eks:
         if _annotations(node).get(CASE) != ours:
             return None
         _same(node, member)
-        spec = node.get("spec", {})
-        left = [taint for taint in spec.get("taints", []) if not _our_taint(taint, ours)]
-        body = _patch(node, {CASE: None}, {"unschedulable": None, "taints": left or None})
-        return Act("uncordon", name, _node_request(name, body))
+        taints = node.get("spec", {}).get("taints", [])
+        left = [taint for taint in taints if not _our_taint(taint, ours)]
+        spec: dict[str, Any] = {"taints": left or None}
+        if _isolated(node, ours) and _healthy(node):
+            spec["unschedulable"] = None  # else the cordon is by now somebody else's as well: it stays
+        return Act("uncordon", name, _node_request(name, _patch(node, {CASE: None}, spec)))
+
+    def by_hand(self, member: Member) -> str:
+        """Return the commands with which a person gives the node back."""
+        name = checked_name(member)
+        return f"kubectl uncordon {name}; kubectl taint node {name} {TAINT}-; kubectl annotate node {name} {CASE}-"
 
     def perform(self, act: Act) -> ActResult:
         """Send the request of an act once."""
@@ -213,11 +220,14 @@ def _isolated(node: dict[str, Any], ours: str) -> bool:
     return _annotations(node).get(CASE) == ours and bool(spec.get("unschedulable")) and tainted
 
 
+def _healthy(node: dict[str, Any]) -> bool:
+    return bool((node.get("metadata", {}).get("labels") or {}).get(HEALTH, "Schedulable") == "Schedulable")
+
+
 def _out(node: dict[str, Any], ours: str) -> str:
     """Who but this case took the node out of service; empty: nobody."""
-    health = (node.get("metadata", {}).get("labels") or {}).get(HEALTH, "Schedulable")
-    if health != "Schedulable":
-        return f"HyperPod: {health}"[:200]
+    if not _healthy(node):
+        return f"HyperPod: {node['metadata']['labels'][HEALTH]}"[:200]
     marked = _annotations(node).get(CASE, "")
     if marked and marked != ours:
         return marked[:200]

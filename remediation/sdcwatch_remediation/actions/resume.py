@@ -108,7 +108,8 @@ def _judge(
     if (released or not stands) and (not silent or waited > PATIENCE_SECONDS):
         what = f"latch released on {len(released)} nodes" if released else "no latch stood"
         missing = f"; no answer from {', '.join(silent)}" if silent else ""
-        return ctx.store.move(case, "closed", reason=what + missing)
+        left = case.mark_left if case.state == "rejected" else ""
+        return ctx.store.move(case, "closed", reason=what + missing + left)
     problems = sorted({answer.problem or answer.result for answer in answers if answer.result not in _DONE})
     _again(ctx, case, f"release: {'; '.join(problems)[:500] or 'no agent to ask'}")
     return None

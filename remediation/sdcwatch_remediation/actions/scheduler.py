@@ -90,6 +90,9 @@ class Scheduler(Protocol):
             SchedulerProblem: the world cannot be read.
         """
 
+    def by_hand(self, member: Member) -> str:
+        """Return the commands with which a person gives the node back; asks nobody."""
+
     def perform(self, act: Act) -> ActResult:
         """Do exactly this once; never raises for what the scheduler or the network does."""
 

@@ -39,6 +39,7 @@ from sdcwatch_remediation.records import Inventory, Member, NodeView, Outcome, P
 ACTION_REPLACE = "Action:Replace"
 """The Reason on which HyperPod's agent replaces a failed node."""
 OUT_OF_SERVICE = frozenset({"DRAIN", "DRAINING", "DRAINED", "FAIL", "FAILING", "DOWN", "MAINT"})
+DRAINS = frozenset({"DRAIN", "DRAINING", "DRAINED"})
 BUSY = "RUNNING,COMPLETING,SUSPENDED,CONFIGURING,STOPPED,SIGNALING,STAGE_OUT,RESIZING"
 
 _JOB_ID = re.compile(r"[0-9]+(?:[_+][0-9]+)?", re.ASCII)
@@ -156,18 +157,25 @@ class Slurm:
         if running:
             advice = "stop it by hand" if self._stop == "cancel" else "stop it, or set actions.slurm_stop = 'cancel'"
             raise SchedulerProblem(f"{name} is drained, but Slurm refused to {self._stop} {_ids(running)}: {advice}")
+        return self._release(done)
+
+    def _release(self, done: Sequence[Done]) -> Act | None:
         for held in dict.fromkeys(d.target for d in done if d.name == "stop_job" and d.outcome != "refused"):
             if self._stop == "requeue" and not times(done, "release_job", held):
                 return Act("release_job", held, {"argv": [self._scontrol, "release", _job_id(held)]})
         return None
 
     def next_restore(self, member: Member, case_id: str, done: Sequence[Done]) -> Act | None:
-        """Resume the node where both its Comment and its Reason are still ours."""
+        """Undrain the node where both its Comment and its Reason are still ours, and let held jobs of ours go."""
         name, ours, node = checked_name(member), mark(case_id), self._node(member)
-        mine = node.comment == ours and node.reason.startswith((MARK, ACTION_REPLACE))
-        if not mine or not node.states & OUT_OF_SERVICE:
-            return None
-        return Act("resume", name, {"argv": [self._scontrol, "update", f"nodename={name}", "state=resume", "comment="]})
+        # A Reason of somebody else's, Action:Replace among them, says that the node is in other hands now.
+        if node.comment == ours and node.reason == ours and node.states & DRAINS:
+            return Act("undrain", name, {"argv": self._undrain_argv(name)})
+        return self._release(done)
+
+    def by_hand(self, member: Member) -> str:
+        """Return the command with which a person gives the node back."""
+        return " ".join(self._undrain_argv(checked_name(member)))
 
     def perform(self, act: Act) -> ActResult:
         """Run the argument vector of an act once."""
@@ -213,6 +221,10 @@ class Slurm:
             return ReplaceResult(Outcome.REFUSED, "NodeBusy", why[:500], retryable=True)
         outcome, code, message = _judged(self._run(self.fail_request(member)["argv"], self._seconds))
         return ReplaceResult(outcome, code, message, retryable=code == "NotReached")
+
+    def _undrain_argv(self, name: str) -> list[str]:
+        # Not `resume`, which would also bring back a node that Slurm itself took for down.
+        return [self._scontrol, "update", f"nodename={name}", "state=undrain", "comment="]
 
     def _stop_argv(self, job: str) -> list[str]:
         # Held, so that it cannot start on this very node before the drain; it is released after it.

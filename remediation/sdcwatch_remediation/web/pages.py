@@ -247,6 +247,8 @@ def _silence(case: Case) -> str:
         return "Nothing: the case is over."
     when = f"by {_when(case.deadline)}" if case.deadline is not None else "in time"
     stays = "the node stays quarantined, and is not replaced" if case.quarantined_at else "the node is not touched"
+    if case.state == "not_given_back":
+        return f"The node stays with whoever has it now. If nobody gives it back {when}, the case is {state.overdue}."
     if state.kind == "waiting":
         return f"If nobody answers {when}, the case is {state.overdue}: {stays}."
     return f"The service goes on by itself. If it cannot end this state {when}, the case is {state.overdue}."

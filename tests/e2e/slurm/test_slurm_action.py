@@ -165,6 +165,28 @@ def test_a_node_that_somebody_else_drained_is_left_to_them(slurm: SlurmCluster) 
     assert action(slurm).perform(act).outcome is Outcome.ACCEPTED
     slurm.wait(lambda: slurm.state("n3") == {"IDLE"}, "the node is idle again")
     assert slurm.field("node", "n3", "Comment") == ""
+    assert action(slurm).next_restore(mine, CASE, ()) is None
+
+
+def test_a_node_is_given_back_only_while_reason_and_comment_are_ours(slurm: SlurmCluster) -> None:
+    """Drained again by somebody else, set to be replaced, or down besides: left alone, or only undrained."""
+    taken, failed, down = member("n1", 1), member("n2", 2), member("n3", 3)
+    for node in (taken, failed, down):
+        Isolation(slurm, action(slurm), node).run()
+    slurm.run("scontrol", "update", "nodename=n1", "state=drain", "reason=fan is loud")
+    slurm.run("scontrol", "update", "nodename=n2", "state=fail", "reason=Action:Replace")
+    assert action(slurm).next_restore(taken, CASE, ()) is None
+    assert action(slurm).next_restore(failed, CASE, ()) is None
+
+    slurm.run("scontrol", "update", "nodename=n3", "state=down", f"reason=sdcwatch:{CASE}")
+    act = action(slurm).next_restore(down, CASE, ())
+    assert act is not None
+    assert " ".join(act.request["argv"][1:]) == "update nodename=n3 state=undrain comment="
+    assert action(slurm).by_hand(down).endswith("scontrol update nodename=n3 state=undrain comment=")
+    assert action(slurm).perform(act).outcome is Outcome.ACCEPTED
+    assert slurm.state("n3") - {"NOT_RESPONDING"} == {"DOWN"}
+    assert action(slurm).next_restore(down, CASE, ()) is None
+    assert "DRAIN" in slurm.state("n1")
 
 
 def test_a_controller_that_is_gone_is_a_definite_refusal(slurm: SlurmCluster) -> None:
