@@ -156,7 +156,8 @@ _METRICS = (
         "job", ("check", "covered"), {"check": CHECKS, "covered": COVERED},
     ),
     Metric(
-        "sdc_training_state", "gauge", "1 for the state that the job is in, 0 for the others", "", "job",
+        "sdc_training_state", "gauge",
+        "1 for the state that the job is in, 0 for the others; all 0: its processes are gone", "", "job",
         ("state",), {"state": TRAINING_STATES},
     ),
     Metric("sdc_check_seconds_total", "counter", "Time spent in a check", "seconds", "node", ("check",), _CHECK),

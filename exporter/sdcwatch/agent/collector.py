@@ -20,7 +20,7 @@ from sdcwatch.agent.counters import CounterChain
 from sdcwatch.agent.merge import EpochSeries, merge_job
 from sdcwatch.agent.node import Node
 from sdcwatch.agent.openmetrics import Exemplar
-from sdcwatch.agent.rank_file import RankFileReader
+from sdcwatch.agent.rank_file import RankFileReader, ended
 from sdcwatch.agent.state import StateFile
 from sdcwatch.agent.tally import Tally
 from sdcwatch.catalog import METRICS
@@ -105,6 +105,8 @@ class Collector:
                         pending += self._pending(files)
                         paths |= {files.metrics, files.journal}
                         accepted = self._reader.read(files)
+                        if not files.alive:
+                            accepted = ended(accepted)
                         if accepted:
                             ranks.append((files.rank, accepted))
                     epochs.append(EpochSeries(epoch.name, tuple(ranks)))

@@ -10,7 +10,8 @@ from __future__ import annotations
 import math
 import os
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from sdcwatch.agent.node import Node
@@ -22,6 +23,10 @@ from sdcwatch.spool.folders import read_regular
 from sdcwatch.spool.rank import METRICS_BYTES
 from sdcwatch.spool.reader import RankFiles
 
+#: What a rank says of itself while it lives. A signal can end it before it says otherwise (it installs no handler), and
+#: a job that was preempted or crashed neither trains nor stands still: the liveness alerts must not burn for it.
+_LIVE_STATES = tuple(f'state="{name}"}}' for name in ("starting", "training", "evaluating", "checkpointing"))
+
 
 @dataclass(frozen=True, slots=True)
 class Series:
@@ -30,6 +35,14 @@ class Series:
     metric: Metric
     text: str
     value: float
+
+
+def ended(accepted: Sequence[Series]) -> tuple[Series, ...]:
+    """The series of a rank whose process is gone: all that it counted stays, but it is in no living state."""
+    return tuple(
+        replace(one, value=0.0) if one.metric.name == "sdc_training_state" and one.text.endswith(_LIVE_STATES) else one
+        for one in accepted
+    )
 
 
 class RankFileReader:

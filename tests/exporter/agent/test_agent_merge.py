@@ -208,7 +208,8 @@ def test_job_gauges_come_from_the_newest_epoch_alone(rank: Make, scrape: Callabl
         for state in TRAINING_STATES if epoch == 0 else (now,):
             job.set("sdc_training_state", state == now, state=state)
         forge(one, job.render())
-        one.spool.close()
+        if now == "halted":
+            one.spool.close()
     found = scrape()
     assert found.find("sdc_training_state") == [1]
     assert found.find("sdc_training_state", state="training") == [1]
@@ -347,3 +348,19 @@ def test_a_file_is_parsed_again_only_when_it_changed(rank: Make, user: Path, mon
     one.write()
     collector.collect()
     assert len(reads) == 2
+
+
+@pytest.mark.parametrize("state", TRAINING_STATES)
+def test_rank_whose_process_is_gone_is_in_no_living_state(rank: Make, scrape: Callable[[], Scrape], state: str) -> None:
+    """A signal ended it before it could say so itself. What it counted stays, and so do `halted` and `finished`."""
+    one = rank(0)
+    for name in TRAINING_STATES:
+        one.metrics.set("sdc_training_state", name == state, state=name)
+    one.metrics.inc("sdc_checks_total", 7, check="replay")
+    one.write()
+    assert scrape().find("sdc_training_state", state=state) == [1]
+    one.spool.close()
+    found = scrape()
+    assert found.find("sdc_training_state", state=state) == [float(state in ("halted", "finished"))]
+    assert len(found.find("sdc_training_state")) == len(TRAINING_STATES)
+    assert found.find("sdc_checks_total") == [7]
