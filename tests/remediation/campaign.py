@@ -16,7 +16,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
-from dataclasses import asdict
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -105,8 +105,8 @@ def main() -> int:
     with Progress(*columns, disable=not sys.stdout.isatty()) as bar, path.open("a") as out:
         task = bar.add_task("", total=arguments.count, completed=len(done))
         for result in results([seed for seed in wanted if seed not in done], arguments.workers, arguments.minutes):
-            line = asdict(result)
-            line.pop("trace")
+            # Not `asdict`: it makes a Counter of (key, count) pairs out of a Counter.
+            line = {field.name: getattr(result, field.name) for field in fields(result) if field.name != "trace"}
             out.write(json.dumps(line) + "\n")
             out.flush()
             done[result.seed] = json.loads(json.dumps(line))
