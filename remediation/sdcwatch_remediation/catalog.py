@@ -49,7 +49,7 @@ CATALOG: tuple[Metric, ...] = (
         "sdc_remediation_errors_total",
         "counter",
         ("where",),
-        "Unexpected errors (case, round); traces not sent.",
+        "Unexpected errors (case, round); traces and notices not sent.",
     ),
     Metric("sdc_remediation_returned_gpus_total", "counter", (), "GPUs seen again after their instance was replaced."),
     Metric("sdc_remediation_last_round_timestamp_seconds", "gauge", (), "When the worker last ended a round."),

@@ -24,6 +24,7 @@ from sqlalchemy.exc import ArgumentError
 from sdcwatch_remediation import preflight, windows
 from sdcwatch_remediation.errors import ConfigError
 from sdcwatch_remediation.settings import ACTIONS, GIVE_BACK, MODES, Config, Database, GroupModes
+from sdcwatch_remediation.states import INITIAL, STATES
 
 T = TypeVar("T")
 
@@ -90,6 +91,7 @@ def _problems(config: Config) -> Iterator[str]:
             yield f"{name} must be at most {HIGHEST_PORT}, not {port}"
     yield from _bind_problems(config)
     yield from _mode_problems(config)
+    yield from _notify_problems(config)
     if config.actions.replace == "slurm" and config.actions.isolate != "slurm":
         yield "actions.replace is 'slurm', which fails only nodes that were drained: set actions.isolate = 'slurm' too"
     if forbidden := set(config.policy.groups) & set(config.policy.forbidden_groups):
@@ -229,6 +231,17 @@ def _mode_problems(config: Config) -> Iterator[str]:
         yield "agents.latch_token_file is empty, but quarantine may act; name a file with the token"
 
 
+def _notify_problems(config: Config) -> Iterator[str]:
+    notify = config.notify
+    if notify.url and not is_url(notify.url):
+        yield "notify.url is no URL such as https://hooks.example.com/sdcwatch"  # not shown: it may hold a secret
+    if notify.url and not notify.secret_file:
+        yield "notify.secret_file is empty; name a file with the key by which the receiver knows our notices"
+    known = [name for name in STATES if name != INITIAL]
+    if unknown := sorted(set(notify.states) - set(known)):
+        yield f"notify.states: {unknown[0]!r} is none of {', '.join(known)}"
+
+
 def is_url(text: str) -> bool:
     """Whether a text is an absolute http or https URL with a host, and nothing after its path."""
     try:
@@ -278,6 +291,7 @@ def _resolve_paths(config: Config, folder: Path) -> Config:
         actions=resolved(config.actions),
         kill_switch=resolved(config.kill_switch),
         tracing=resolved(config.tracing),
+        notify=resolved(config.notify),
         database=database,
     )
 

@@ -75,6 +75,18 @@ class Lease:
         self._token, self._until = token, now + self._seconds
         return True
 
+    def ours(self) -> bool:
+        """Look whether the lease is ours now, without asking for it or renewing it.
+
+        Raises:
+            StoreUnavailable: the database could not be asked.
+        """
+        table = schema.leases
+        with self._database.read() as connection:
+            row = connection.execute(select(table).where(table.c.name == NAME)).first()
+        mine = row is not None and (row.token, row.holder) == (self._token, self.holder)
+        return bool(mine and row is not None and row.until > self._clock())
+
     def check(self, connection: Connection) -> None:
         """Refuse the open transaction unless the lease is still ours.
 

@@ -16,7 +16,7 @@ from sqlalchemy.exc import ArgumentError, NoSuchModuleError
 
 from sdcwatch_remediation import tokens
 from sdcwatch_remediation.errors import ConfigError
-from sdcwatch_remediation.settings import Agents, Config, Server, Tracing
+from sdcwatch_remediation.settings import Agents, Config, Notify, Server, Tracing
 
 
 def problems(config: Config) -> Iterator[str]:
@@ -26,6 +26,7 @@ def problems(config: Config) -> Iterator[str]:
     yield from agent_problems(config.agents)
     yield from _database(config.database.url)
     yield from _tracing(config.tracing)
+    yield from _notify(config.notify)
 
 
 def _tls(server: Server) -> Iterator[str]:
@@ -118,3 +119,9 @@ def _tracing(settings: Tracing) -> Iterator[str]:
         trace_export.check(settings)
     except ConfigError as error:
         yield str(error)
+
+
+def _notify(settings: Notify) -> Iterator[str]:
+    from sdcwatch_remediation import notify
+
+    yield from notify.problems(settings)

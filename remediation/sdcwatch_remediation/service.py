@@ -16,7 +16,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from sdcwatch_remediation import trace_export
+from sdcwatch_remediation import notify, trace_export
 from sdcwatch_remediation.actions.eks import Eks
 from sdcwatch_remediation.actions.eks_client import EksClient
 from sdcwatch_remediation.actions.scheduler import Scheduler
@@ -114,23 +114,38 @@ class Service:
             pause_seconds=config.worker.poll_seconds,
             failed=lambda: self.telemetry.count("sdc_remediation_errors_total", "traces"),
         )
+        # Not from a database that was not meant: what it holds may be long over.
+        self.notices = (
+            None
+            if frozen or not config.notify.url
+            else notify.Notifier(
+                config.notify,
+                fenced,
+                lease,
+                cluster=config.cluster.name,
+                pause_seconds=config.worker.poll_seconds,
+                failed=lambda: self.telemetry.count("sdc_remediation_errors_total", "notify"),
+            )
+        )
         self.telemetry.watch(self._snapshot)
         self._provider_lock = threading.Lock()
         self._provider_seen = (-PROVIDER_CACHE_SECONDS, False)
 
     def start(self) -> None:
-        """Start the worker, and the sender of traces where there is one."""
+        """Start the worker, and the senders of traces and notices where there are some."""
         self.worker.start()
-        if self.traces is not None:
-            self.traces.start()
+        for sender in (self.traces, self.notices):
+            if sender is not None:
+                sender.start()
 
     def close(self) -> None:
         """Stop the worker and close everything."""
         if self.worker.stop():
             with suppress(StoreUnavailable):  # then the lease runs out by itself
                 self.context.lease.give_up()
-        if self.traces is not None:
-            self.traces.stop()
+        for sender in (self.traces, self.notices):
+            if sender is not None:
+                sender.stop()
         self.agents.close()
         self.database.close()
 

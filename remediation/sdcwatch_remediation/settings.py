@@ -186,6 +186,22 @@ class Tracing:
 
 
 @dataclass(frozen=True, slots=True)
+class Notify:
+    """Who is told when a case moves."""
+
+    url: str = _setting("", "Webhook that gets each notice as a JSON POST. Empty: nothing is ever sent.")
+    secret_file: str = _setting("", "First line: key of the HMAC-SHA256 in X-Sdcwatch-Signature. Required with url.")
+    states: tuple[str, ...] = _setting(
+        ("awaiting_approval", "recommended", "frozen", "not_given_back", "failed", "expired"),
+        "A notice is sent when a case comes into one of these.",
+    )
+    ca_file: str = _setting("", "PEM authorities that may vouch for an https receiver. Empty: the system's.")
+    timeout_seconds: float = _setting(5.0, "Longest wait for one answer.", minimum=0.05)
+    attempts: int = _setting(6, "Attempts for one notice, with waits of 5, 10, 20, ... seconds.", minimum=1)
+    max_age_seconds: float = _setting(3600.0, "A notice that is older than this is not sent any more.", minimum=1)
+
+
+@dataclass(frozen=True, slots=True)
 class Config:
     """The whole configuration; section names are field names."""
 
@@ -198,3 +214,4 @@ class Config:
     kill_switch: KillSwitch = field(default_factory=KillSwitch)
     worker: Worker = field(default_factory=Worker)
     tracing: Tracing = field(default_factory=Tracing)
+    notify: Notify = field(default_factory=Notify)
