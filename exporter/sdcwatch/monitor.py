@@ -266,7 +266,7 @@ class Monitor:
         sizes = self._cover()
         if exchange.rank == 0:
             seconds = coverage.predicted_seconds(
-                watched.parameters, sizes, conservation_every=settings.cadence(settings.conservation_every)
+                watched.parameters, sizes, conservation_every=self._epoch.cadences.conservation
             )
             _say(coverage.table(self._coverage, sizes, seconds))
         if settings.agent == "auto" and membership.identities[exchange.rank].local_rank == 0:

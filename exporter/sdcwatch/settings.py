@@ -130,13 +130,14 @@ class Settings:
         if not self.spool_dir:
             raise ConfigurationError("spool_dir is empty; name a folder, or leave it out for the default")
 
-    def cadence(self, every: int) -> int:
+    def cadence(self, every: int, checks: int | None = None) -> int:
         """The number of reducing backwards between two runs of a check that is to run on every `every`-th.
 
-        It is judged together with the gradient and weight checks, so it is rounded up to a multiple of `check_every`;
-        0 stays 0: off.
+        It is judged together with the gradient and weight checks, so it is rounded up to a multiple of `checks`
+        (default: `check_every`); 0 stays 0: off.
         """
-        return -(-every // self.check_every) * self.check_every
+        checks = checks or self.check_every
+        return -(-every // checks) * checks
 
     @classmethod
     def load(cls, arguments: Mapping[str, Any] | None = None, environ: Mapping[str, str] | None = None) -> Settings:

@@ -339,8 +339,8 @@ def autocast_state(device: torch.device) -> tuple[str, bool, torch.dtype]:
 
 def _watch(batch: Any) -> Callable[[], bool]:
     """Says later whether a tensor of the batch was written to; it keeps none of them alive."""
-    tensors = [weakref.ref(tensor) for tensor in _tensors(batch)]
-    before = [fingerprint([tensor]) for tensor in _tensors(batch)]
+    tensors = [weakref.ref(tensor) for tensor in tensors_in(batch)]
+    before = [fingerprint([tensor]) for tensor in tensors_in(batch)]
 
     def changed() -> bool:
         now = [tensor() for tensor in tensors]
@@ -349,15 +349,16 @@ def _watch(batch: Any) -> Callable[[], bool]:
     return changed
 
 
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors in a batch, or in what a forward returned, as DDP itself looks for them."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, Mapping):
         for item in value.values():
-            yield from _tensors(item)
+            yield from tensors_in(item)
     elif isinstance(value, (list, tuple)):
         for item in value:
-            yield from _tensors(item)
+            yield from tensors_in(item)
 
 
 def _own(value: Any) -> Any:

@@ -126,12 +126,7 @@ class Spool:
         name = f"rank-{self._rank}.prom"
         beside = f".{name}.partial"
         try:
-            handle = os.open(
-                beside,
-                os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC,
-                0o600,
-                dir_fd=self._folder,
-            )
+            handle = self._create(beside)
             with os.fdopen(handle, "wb") as stream:
                 stream.write(data)
             os.rename(beside, name, src_dir_fd=self._folder, dst_dir_fd=self._folder)
@@ -185,12 +180,7 @@ class Spool:
             )
         beside = f".{name}.partial"
         try:
-            handle = os.open(
-                beside,
-                os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC,
-                0o600,
-                dir_fd=self._folder,
-            )
+            handle = self._create(beside)
             try:
                 with os.fdopen(handle, "wb") as stream:
                     for part in parts:
@@ -247,6 +237,11 @@ class Spool:
 
     def _mine(self) -> bool:
         return self._claim >= 0 and os.getpid() == self._pid
+
+    def _create(self, name: str) -> int:
+        """A handle on a new or emptied file of this epoch's folder; never through a link."""
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+        return os.open(name, flags, 0o600, dir_fd=self._folder)
 
     def _refuse(self, why: str) -> bool:
         self.refused += 1

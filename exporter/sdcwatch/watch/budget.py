@@ -49,14 +49,10 @@ class Cadences:
         """The settings' own cadences, stretched."""
         stretch = stretch or Stretch()
         checks = settings.check_every << stretch.checks
-
-        def stretched(every: int, power: int) -> int:
-            return -(-(every << power) // checks) * checks
-
         return cls(
             checks,
-            stretched(settings.conservation_every, stretch.conservation),
-            stretched(settings.replay_every, stretch.replay),
+            settings.cadence(settings.conservation_every << stretch.conservation, checks),
+            settings.cadence(settings.replay_every << stretch.replay, checks),
         )
 
     def by_check(self) -> dict[str, int]:
@@ -151,6 +147,8 @@ class Budget:
             return current
         if costs.share(Cadences.of(self._settings, current)) > share:
             return least(self._settings, costs, share)
+        if current == Stretch():
+            return current  # the usual case, asked at every exchange: nothing is stretched, and nothing needs to be
         lower = least(self._settings, costs, share * MARGIN)
         return lower if lower < current else current
 

@@ -19,6 +19,7 @@ from sdcwatch.fingerprint import fingerprint
 from sdcwatch.settings import Settings
 from sdcwatch.shards import local
 from sdcwatch.verdict.records import ALLREDUCE_CONSERVATION
+from sdcwatch.watch.budget import Cadences
 from sdcwatch.watch.row_fields import Watched
 from sdcwatch.watch.start import Membership
 
@@ -88,13 +89,14 @@ def _sharded_state(optimizer: torch.optim.Optimizer) -> int:
 
 def of_run(watched: Watched, membership: Membership, settings: Settings) -> tuple[Sizes, tuple[CoverageLine, ...]]:
     """Counts and describes what one run covers now."""
+    cadences = Cadences.of(settings)
     sizes = measure(watched.ddp.module, watched.parameters, watched.optimizer)
     alone = "" if watched.comparable else "disabled: each shard is held by one rank only, so nothing can be compared"
     lines = describe(
         sizes,
-        check_every=settings.check_every,
-        conservation_every=settings.cadence(settings.conservation_every),
-        replay_every=settings.cadence(settings.replay_every),
+        check_every=cadences.checks,
+        conservation_every=cadences.conservation,
+        replay_every=cadences.replay,
         replay_off=replay_off(watched, membership),
         nodes=min(len(part.node_order) for part in membership.parts or (membership.group,)),
         conservation_off=_conservation_off(watched),

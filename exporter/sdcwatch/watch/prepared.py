@@ -10,12 +10,13 @@ epoch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from sdcwatch.checks.replay import tensors_in
 from sdcwatch.watch.replication import Wrapper
 
 
@@ -55,7 +56,7 @@ class Prepared:
         if torch.is_grad_enabled() and self._ddp is not None and self._ddp.require_backward_grad_sync:
             self.standing = True
             self.forwards += 1
-            for tensor in _tensors(output):
+            for tensor in tensors_in(output):
                 if tensor.requires_grad and self._began is not None:
                     tensor.register_hook(self._backward_begins)
 
@@ -66,15 +67,3 @@ class Prepared:
     def used(self) -> None:
         """A backward has reduced: another one of the same forward would not."""
         self.standing = False
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors in what a forward returned, as DDP itself looks for them."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _tensors(item)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _tensors(item)
