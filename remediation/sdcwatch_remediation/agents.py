@@ -1,4 +1,4 @@
-"""Talk to the node agents: fetch events, release latches.
+"""Talk to the node agents: fetch events and known-answer tests, release latches.
 
 What it does: asks the agents of given inventory members, in parallel and bounded in number, time and size. An answer is
 kept only if the agent says that it *is* the member the inventory has at that address.
@@ -24,6 +24,8 @@ import httpx
 
 from sdcwatch_remediation.errors import ConfigError
 from sdcwatch_remediation.evidence import Copy, canonical_json, read_event
+from sdcwatch_remediation.known_answer import KnownAnswerTest
+from sdcwatch_remediation.known_answer import read as read_test
 from sdcwatch_remediation.records import Member
 from sdcwatch_remediation.settings import Agents
 
@@ -49,6 +51,18 @@ class LatchAnswer:
     result: str
     """`released`, `already_released`, `quarantined`, `no_latch` (404), or `failed`."""
     problem: str
+
+
+@dataclass(frozen=True, slots=True)
+class TestAnswer:
+    """What one agent answered to `GET /preflight` about its own node."""
+
+    test: KnownAnswerTest | None
+    """None: there is no result yet, or the answer does not count."""
+    problem: str
+    """Why there is none."""
+    later: bool
+    """Whether there may be one later: none yet, or no answer; not where the road is closed or unknown."""
 
 
 class AgentClient:
@@ -80,6 +94,24 @@ class AgentClient:
         token = _first_line(self._settings.events_token_file)
         parameters = {"instance": instance_id, "since": f"{since:.3f}"}
         return self._each(members, lambda member: self._events(member, token, parameters))
+
+    def known_answer(self, member: Member, latch_id: str) -> TestAnswer:
+        """Ask one member's own agent what its node's known-answer test under a latch showed."""
+        try:
+            token = _first_line(self._settings.events_token_file)
+            status, body = self._send("GET", member, "/preflight", token, parameters={"latch": latch_id})
+            if status != 200:
+                return TestAnswer(None, f"its agent answers status {status}", later=status >= 500)
+            tree = json.loads(body)
+            if problem := _not_of(member, tree, "results"):
+                return TestAnswer(None, problem, later=False)
+            tests = [read_test(item) for item in tree["results"][:MAX_EVENTS]]
+        except (httpx.HTTPError, httpx.InvalidURL, ValueError, RecursionError) as error:
+            return TestAnswer(None, f"{error.__class__.__name__}: {error}"[:300], later=True)
+        own = [t for t in tests if (t.instance, t.node) == (member.instance_id, member.node_name)]
+        if not own:
+            return TestAnswer(None, "its node has no result yet", later=True)
+        return TestAnswer(max(own, key=lambda test: test.time), "", later=False)
 
     def latch(
         self, members: Sequence[Member], *, latch_id: str, decision: str, instance_id: str, case_id: str, by: str
@@ -123,11 +155,8 @@ class AgentClient:
             return Answer(member, (), f"{error.__class__.__name__}: {error}"[:300])
 
     def _read(self, member: Member, tree: Any) -> Answer:
-        agent = tree.get("agent") if isinstance(tree, dict) else None
-        if not isinstance(agent, dict) or tree.get("schema") != 1 or not isinstance(tree.get("events"), list):
-            return Answer(member, (), "not an answer of schema 1")
-        if (agent.get("instance"), agent.get("node")) != (member.instance_id, member.node_name):
-            return Answer(member, (), f"the agent at {member.address} is not {member.instance_id} {member.node_name}")
+        if wrong := _not_of(member, tree, "events"):
+            return Answer(member, (), wrong)
         copies, problem = [], ""
         for line in tree["events"][:MAX_EVENTS]:
             try:
@@ -178,6 +207,16 @@ class AgentClient:
                     raise ValueError("the answer took too long")
                 chunks.append(chunk)
             return response.status_code, b"".join(chunks)
+
+
+def _not_of(member: Member, tree: Any, items: str) -> str:
+    """Why an answer is none of this member's own agent; empty where it is."""
+    agent = tree.get("agent") if isinstance(tree, dict) else None
+    if not isinstance(agent, dict) or tree.get("schema") != 1 or not isinstance(tree.get(items), list):
+        return "not an answer of schema 1"
+    if (agent.get("instance"), agent.get("node")) != (member.instance_id, member.node_name):
+        return f"the agent at {member.address} is not {member.instance_id} {member.node_name}"
+    return ""
 
 
 def latch_body(*, latch_id: str, decision: str, instance_id: str, case_id: str, by: str) -> dict[str, str]:

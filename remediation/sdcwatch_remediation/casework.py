@@ -8,10 +8,11 @@ Its place: `worker` calls `STEPS[case.state]`.
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 from sdcwatch_remediation.cases import Case, inventory_json
-from sdcwatch_remediation.context import Context, event_key, find, gates_json
+from sdcwatch_remediation.context import TESTED, Context, event_key, find, gates_json
 from sdcwatch_remediation.facts import Answer, Decision, Facts, PastEvent
 from sdcwatch_remediation.policy import gpus
 from sdcwatch_remediation.records import Inventory
@@ -43,6 +44,7 @@ def settle(ctx: Context, case: Case) -> Case | None:
     inventory = ctx.inventory()
     if inventory is not None:
         case = _ask(ctx, case, inventory)
+        _ask_suspect(ctx, case, inventory)
     decision, facts = ctx.decide("quarantine", case, inventory)
     if moved := _stopped(ctx, case, decision, facts, inventory):
         return moved
@@ -98,6 +100,23 @@ def _ask(ctx: Context, case: Case, inventory: Inventory) -> Case:
         detail = {"asked": len(answers), "new_copies": fresh, "answers": told[:64]}
         return ctx.store.set(case, step="agents_asked", detail=detail)
     return case
+
+
+def _ask_suspect(ctx: Context, case: Case, inventory: Inventory) -> None:
+    """Ask the suspect's own agent for its known-answer test, where a halt made it take one; the first result stays."""
+    events, _ = ctx.proof(case)
+    suspect = find(inventory, case.instance_id)
+    if suspect is None or not events or events[0].event.action not in ("halt", "heal"):
+        return
+    latch_id = events[0].event.id
+    before = ctx.known_answer(case, latch_id)
+    if before.get("test"):
+        return
+    answer = ctx.agents.known_answer(suspect, latch_id)
+    test = asdict(answer.test) if answer.test is not None else None
+    told = {"latch_id": latch_id, "test": test, "problem": answer.problem, "later": answer.later}
+    if told != before:
+        ctx.store.note(case.id, TESTED, told)
 
 
 def _stopped(ctx: Context, case: Case, decision: Decision, facts: Facts, inventory: Inventory | None) -> Case | None:

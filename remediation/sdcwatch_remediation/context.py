@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from sdcwatch_remediation import known_answer
 from sdcwatch_remediation.actions.scheduler import Scheduler
 from sdcwatch_remediation.agents import AgentClient, latch_body
 from sdcwatch_remediation.cases import Case
@@ -31,6 +32,9 @@ from sdcwatch_remediation.telemetry import Telemetry
 
 BY = "sdcwatch-remediation"
 """How the service names itself to agents."""
+
+TESTED = "known_answer_test"
+"""Audit step that keeps what the suspect's own agent said of its known-answer test."""
 
 _BEFORE_DECIDED = ("received", "proving", "unproven", "settling", "observed")
 
@@ -105,6 +109,7 @@ class Context:
         """Gather everything that the policy must know about a case, besides what proves it."""
         member = find(inventory, case.instance_id)
         event = events[0].event if events else None
+        told = self.known_answer(case, event.id) if event else {}
         key = event_key(event.check, event.step) if event else ""
         return Facts(
             now=self.clock(),
@@ -134,10 +139,18 @@ class Context:
             short_groups=inventory.short_groups if inventory else (),
             node=self.look(case, member) if action == "replace" else None,
             lately=self.store.proven_lately(case),
+            test=known_answer.read(told["test"]) if told.get("test") else None,
+            no_test=told.get("problem", ""),
+            test_later=told.get("later", False),
             returned_gpus=self.ledger.returned_gpus(
                 case.cluster, dict.fromkeys(gpus(event, case.instance_id) if event else (), case.instance_id)
             ),
         )
+
+    def known_answer(self, case: Case, latch_id: str) -> dict[str, Any]:
+        """Return what is on record of the suspect's known-answer test under a latch; empty: it was not asked about."""
+        lines = (line for line in reversed(self.store.timeline(case.id)) if line["step"] == TESTED)
+        return next((line["detail"] for line in lines if line["detail"]["latch_id"] == latch_id), {})
 
     def mode(self, action: str, case: Case) -> str:
         """Return the mode of an action in a case's group."""

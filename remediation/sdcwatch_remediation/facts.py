@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
+from sdcwatch_remediation.known_answer import KnownAnswerTest
 from sdcwatch_remediation.proof import ProvenEvent
 from sdcwatch_remediation.records import Member, NodeView
 
@@ -109,8 +110,12 @@ class Facts:
     """What the orchestrator says about the node; None: there is none to ask, or it does not answer."""
     lately: tuple[str, ...] = ()
     """Instances of the cluster about which something was proven within `breaker_seconds`, this one excepted."""
-    failed_test: str = ""
-    """Which known-answer test of the halted node failed; empty: none is known to."""
+    test: KnownAnswerTest | None = None
+    """What the known-answer test of the suspect's own halted node showed; None: nothing is known of it."""
+    no_test: str = ""
+    """Why nothing is known of it; empty: nobody asked."""
+    test_later: bool = False
+    """Whether there may be a result later."""
     returned_gpus: tuple[str, ...] = ()
     """GPUs that the event blames and that left the cluster before, with a replaced instance."""
 

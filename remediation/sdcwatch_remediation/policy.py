@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from sdcwatch_remediation import windows
+from sdcwatch_remediation import known_answer, windows
 from sdcwatch_remediation.evidence import Event
 from sdcwatch_remediation.facts import Answer, Decision, Facts, Gate
 from sdcwatch_remediation.records import Member
@@ -147,8 +147,6 @@ def _timing(facts: Facts, policy: Policy) -> list[Gate]:
 def _confirmed(facts: Facts, policy: Policy) -> Gate:
     if policy.confirm == "first":
         return Gate("confirmed", True, "confirm = first: one attributed verdict", Answer.SUSPECT)
-    if facts.failed_test:
-        return Gate("confirmed", True, f"its known-answer test failed: {facts.failed_test}", Answer.SUSPECT)
     if facts.returned_gpus:
         came_back = f"{facts.returned_gpus[0]} left with a replaced instance and is back"
         return Gate("confirmed", True, came_back, Answer.SUSPECT)
@@ -164,7 +162,23 @@ def _confirmed(facts: Facts, policy: Policy) -> Gate:
     repeated = sorted(gpu for gpu in gpus(events[0], facts.instance_id) if len(seen[gpu]) > 1)
     if repeated:
         return Gate("confirmed", True, f"{repeated[0]} failed {len(seen[repeated[0]])} times", Answer.SUSPECT)
-    return Gate("confirmed", False, "a first transient fault; confirm = persistent", Answer.SUSPECT)
+    return _tested(facts, policy, events[0])
+
+
+def _tested(facts: Facts, policy: Policy, event: Event) -> Gate:
+    """Let the suspect's own failed known-answer test confirm a first transient fault; nothing else of it counts."""
+    first = "a first transient fault; "
+    if facts.test is not None:
+        failed, reason = known_answer.judge(
+            facts.test, event, facts.instance_id, gpus(event, facts.instance_id), facts.now
+        )
+        return Gate("confirmed", failed, first + reason, Answer.SUSPECT)
+    left = event.time + policy.test_wait_seconds - facts.now
+    if facts.test_later and left > 0:
+        waits = f"waits up to {left:.0f} s for its known-answer test ({facts.no_test})"
+        return Gate("confirmed", False, first + waits, Answer.HOLD)
+    why = f", and no known-answer test: {facts.no_test}" if facts.no_test else ""
+    return Gate("confirmed", False, f"{first}confirm = persistent{why}", Answer.SUSPECT)
 
 
 def _left_to_others(facts: Facts, member: Member) -> list[Gate]:

@@ -109,6 +109,9 @@ class Policy:
     per_day: int = _setting(2, "Replacements in 24 hours.", minimum=0)
     group_share: float = _setting(0.1, "Share of a group under replacement at once; one is always allowed.", minimum=0)
     evidence_max_age_seconds: float = _setting(3600.0, "Older events prove nothing any more.", minimum=1)
+    test_wait_seconds: float = _setting(
+        180.0, "How long after its event a halted suspect's known-answer test is waited for; 0: not at all.", minimum=0
+    )
     suspected_days: float = _setting(30.0, "How long a first transient fault is remembered, in days.", minimum=0)
     clock_doubt_seconds: float = _setting(120.0, "An instance launched later than this before its fault is not it.")
     approval_seconds: float = _setting(14_400.0, "How long a case waits for a person.", minimum=1)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from sdcwatch_remediation.evidence import read_event
 from sdcwatch_remediation.facts import Answer, Facts, OtherCase, PastEvent, Usage
+from sdcwatch_remediation.known_answer import Device, KnownAnswerTest
 from sdcwatch_remediation.policy import decide
 from sdcwatch_remediation.proof import ProvenEvent
 from sdcwatch_remediation.records import NodeView
@@ -66,6 +67,24 @@ def test_all_gates_pass() -> None:
     for action in ("quarantine", "replace"):
         decision = decide(action, FACTS, POLICY)
         assert (decision.answer, decision.mode, decision.reason) == (Answer.GO, "auto", "all gates passed")
+
+
+TRANSIENT = proven(persistence="transient")
+
+
+def of_gpu(uuid: str) -> ProvenEvent:
+    """A first transient fault of a GPU."""
+    line = event_line(MEMBERS[:4], [2], time=NOW - 200, persistence="transient")
+    line["event"]["ranks"][2]["gpu_uuid"] = uuid
+    return ProvenEvent(read_event(line), (MEMBERS[0].instance_id, MEMBERS[1].instance_id))
+
+
+def said(result: str = "fail", *, device: str = "cpu", uuid: str = "", **changes: Any) -> KnownAnswerTest:
+    """What the suspect's own agent says of its known-answer test under the transient event's latch."""
+    about = {"latch_id": TRANSIENT.event.id, "node": SUSPECT.node_name, "instance": SUSPECT.instance_id}
+    about |= {"result": result, "detail": "preflight exited 1", "time": NOW - 100}
+    devices = (Device("cuda:0" if uuid else device, uuid, "", result),)
+    return KnownAnswerTest(**{**about, "devices": devices, **changes})
 
 
 TABLE: list[tuple[str, Answer, dict[str, Any], dict[str, Any]]] = [
@@ -150,7 +169,10 @@ PASSES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
         {"events": (proven(persistence=None),), "returned_gpus": (GPU,)},
         {},
     ),
-    ("a transient fault and a failed test", {"events": (proven(persistence=None),), "failed_test": "sdc-1"}, {}),
+    ("a transient fault and a failed test", {"events": (TRANSIENT,), "test": said()}, {}),
+    ("the same, by the name that a device has", {"events": (of_gpu("GPU-1"),), "test": said(uuid="GPU-1")}, {}),
+    ("a persistent fault and a test that passed", {"test": said("pass")}, {}),
+    ("a persistent fault, and no test for now", {"no_test": "no result yet", "test_later": True}, {}),
 ]
 
 
@@ -159,9 +181,6 @@ def test_the_boundary_passes(facts: dict[str, Any], policy: dict[str, Any]) -> N
     """The last value that is still allowed is allowed."""
     decision = decide("replace", replace(FACTS, **facts), replace(POLICY, **policy))
     assert (decision.answer, decision.reason) == (Answer.GO, "all gates passed")
-
-
-TRANSIENT = proven(persistence="transient")
 
 
 @pytest.mark.parametrize(
@@ -182,6 +201,39 @@ def test_two_faults_of_one_gpu_confirm(
     """Only the same GPU at another step, now or remembered, confirms a transient fault."""
     decision = decide("quarantine", replace(FACTS, events=events, past=past), POLICY)
     assert decision.answer is (Answer.GO if confirmed else Answer.SUSPECT)
+
+
+UNCONFIRMED: list[tuple[str, dict[str, Any], Answer]] = [
+    ("passed, which neither confirms nor clears", {"test": said("pass")}, Answer.SUSPECT),
+    ("could not judge", {"test": said("unknown")}, Answer.SUSPECT),
+    ("is of another halt", {"test": said(latch_id="sdc-1")}, Answer.SUSPECT),
+    ("is of i-other", {"test": said(instance="i-other")}, Answer.SUSPECT),
+    ("is older than the event", {"test": said(time=NOW - 200)}, Answer.SUSPECT),
+    ("is from the future", {"test": said(time=NOW + 121)}, Answer.SUSPECT),
+    ("failed on GPU-9", {"test": said(uuid="GPU-9")}, Answer.SUSPECT),
+    ("failed on cpu", {"test": said(), "events": (of_gpu("GPU-1"),)}, Answer.SUSPECT),
+    ("a device that it does not name", {"test": said(devices=())}, Answer.SUSPECT),
+    ("no known-answer test: status 404", {"no_test": "status 404"}, Answer.SUSPECT),
+    ("waits up to 1 s", {"no_test": "none yet", "test_later": True, "now": NOW - 21}, Answer.HOLD),
+    ("no known-answer test: none yet", {"no_test": "none yet", "test_later": True, "now": NOW - 20}, Answer.SUSPECT),
+]
+
+
+@pytest.mark.parametrize(("reason", "facts", "answer"), UNCONFIRMED, ids=[row[0] for row in UNCONFIRMED])
+def test_only_the_failed_test_of_the_named_gpu_after_the_event_confirms(
+    reason: str, facts: dict[str, Any], answer: Answer
+) -> None:
+    """Anything else leaves a first transient fault unconfirmed, and says why."""
+    decision = decide("quarantine", replace(FACTS, **{"events": (TRANSIENT,), "opened_at": NOW - 200, **facts}), POLICY)
+    (gate,) = [gate for gate in decision.gates if not gate.passed]
+    assert (gate.name, decision.answer) == ("confirmed", answer)
+    assert reason in gate.reason
+
+
+def test_a_failed_test_accuses_nobody_without_a_proven_event() -> None:
+    """The suspect's word about itself is no proof: without two witnesses of the event there is nothing to confirm."""
+    decision = decide("quarantine", replace(FACTS, events=(), test=said()), POLICY)
+    assert (decision.answer, decision.reason.partition(":")[0]) == (Answer.WAIT, "proven")
 
 
 def test_what_must_not_be_done_unasked_still_gets_its_quarantine() -> None:

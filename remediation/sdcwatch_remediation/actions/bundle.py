@@ -1,9 +1,11 @@
 """Keep what is known about a case in a folder of its own, before anything is done that could destroy it.
 
 What it does: writes `<evidence_dir>/<case id>/` with the case, its timeline, every copy of the events as the agents
-gave them, the GPUs by UUID, what each scheduler says about the node, and the job's logs where it has them;
-`manifest.json` lists every file with its SHA-256 and every skip with its reason.
-What it never does: fail a case: what cannot be kept is a recorded skip. Nothing is fetched from the suspect.
+gave them, the GPUs by UUID and serial number, the node's own known-answer test, what each scheduler says about the
+node, and the job's logs where it has them; `manifest.json` lists every file with its SHA-256 and every skip with its
+reason.
+What it never does: fail a case: what cannot be kept is a recorded skip. Nothing is fetched
+from the suspect any more; what its agent said of its own test is on record, and marked as its own word.
 Its place: `actions/isolate.contain` calls it, so that it stands on disk before quarantine and replacement.
 """
 
@@ -45,8 +47,21 @@ def _collect(ctx: Context, case: Case) -> tuple[dict[str, str], dict[str, str]]:
     for number, copy in enumerate(copies):
         files[f"events/{number:03d}-{copy.event.id}.json"] = copy.line
     ranks = {rank.gpu_uuid: rank for copy in copies for rank in copy.event.ranks if rank.instance == case.instance_id}
-    files["gpus.json"] = _text([{"uuid": uuid, "rank": rank.rank, "node": rank.node} for uuid, rank in ranks.items()])
-    skipped = {"gpu serial numbers": "the events carry UUIDs only"}
+    test = ctx.known_answer(case, case.event_id)
+    devices = {device["uuid"]: device for device in (test.get("test") or {}).get("devices", ()) if device["uuid"]}
+    files["gpus.json"] = _text(
+        [
+            {"uuid": uuid, "rank": rank.rank, "node": rank.node, "serial": devices.get(uuid, {}).get("serial", "")}
+            for uuid, rank in ranks.items()
+        ]
+    )
+    skipped = {}
+    if not any(device["serial"] for device in devices.values()):
+        skipped["gpu serial numbers"] = "the events carry UUIDs only, and no known-answer test of the node told serials"
+    if test.get("test"):
+        files["known-answer-test.json"] = _text(test["test"])
+    else:
+        skipped["known-answer test"] = test.get("problem") or "the job did not halt, or nobody asked"
     if not ctx.schedulers:
         skipped["logs of the job"] = "no road to them is configured"
     member = find(case.before_inventory(), case.instance_id)

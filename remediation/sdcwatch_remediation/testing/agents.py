@@ -1,7 +1,7 @@
 """Node agents on loopback for tests: each on its member's own address, all on one port.
 
-What it does: serves `GET /events` and `POST /latch/release` as `docs/contracts.md` says, from what the test puts in; a
-test may make any of them lie, vanish or answer nonsense.
+What it does: serves `GET /events`, `GET /preflight` and `POST /latch/release` as `docs/contracts.md` says, from what
+the test puts in; a test may make any of them lie, vanish or answer nonsense.
 """
 
 from __future__ import annotations
@@ -36,6 +36,8 @@ class FakeAgent:
         self.released: list[str] = []
         self.quarantined = ""
         """Case id that quarantined this node."""
+        self.tests: list[dict[str, Any]] | None = None
+        """Answers of `GET /preflight`; None: an agent of a version without that road."""
         self.asked: list[str] = []
         """Paths with queries of all `GET`s."""
         self.posts: list[dict[str, Any]] = []
@@ -45,6 +47,14 @@ class FakeAgent:
         found = [line for line in self.events if line["event"]["time"] >= since]
         who = {"cluster": "demo", "node": self.node, "instance": self.instance, "version": "0"}
         return {"schema": 1, "agent": who, "events": found, "truncated": False}
+
+    def results(self, latch_id: str) -> tuple[int, dict[str, Any]]:
+        """Answer `GET /preflight`: status and body."""
+        if self.tests is None:
+            return 404, {}
+        who = {"cluster": "demo", "node": self.node, "instance": self.instance, "version": "0"}
+        found = [test for test in self.tests if test["latch_id"] == latch_id]
+        return 200, {"schema": 1, "agent": who, "results": found}
 
     def release(self, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
         """Answer `POST /latch/release`: status and body."""
@@ -139,6 +149,9 @@ def _handler(agent: FakeAgent) -> type[BaseHTTPRequestHandler]:
                 self._send(agent.status, agent.raw)
             elif self.headers.get("Authorization") != f"Bearer {EVENTS_TOKEN}":
                 self._send(401, b"{}")
+            elif urlsplit(self.path).path == "/preflight":
+                status, tree = agent.results(parse_qs(urlsplit(self.path).query)["latch"][0])
+                self._send(status, json.dumps(tree).encode())
             else:
                 query = parse_qs(urlsplit(self.path).query)
                 self._send(agent.status, json.dumps(agent.events_since(float(query["since"][0]))).encode())

@@ -158,6 +158,8 @@ class DirectAgents(AgentClient):
             raise ValueError("no agent there")
         if body is not None:
             status, tree = agent.release(body)
+        elif path == "/preflight":
+            status, tree = agent.results((parameters or {})["latch"])
         else:
             status, tree = 200, agent.events_since(float((parameters or {})["since"]))
         self._point(f"told {path}")
