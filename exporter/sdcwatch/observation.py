@@ -139,7 +139,7 @@ class SkipReason:
 
     NAMES = (
         "join", "collective", "batch", "comm_hook", "oom", "nondeterministic", "undefined", "budget", "error",
-        "disabled",
+        "disabled", "unhooked",
     )  # fmt: skip
 
     @classmethod

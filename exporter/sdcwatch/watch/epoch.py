@@ -49,6 +49,7 @@ from sdcwatch.watch.prepared import Prepared
 from sdcwatch.watch.report import Reporter, log, median_time
 from sdcwatch.watch.row_fields import RowFields, Watched
 from sdcwatch.watch.start import Membership
+from sdcwatch.watch.unhooked import Unhooked
 
 #: Audits skipped in a row after which replay is exported as off, whatever the reason: an alert then says so.
 BLIND_AFTER = 3
@@ -117,6 +118,13 @@ class Epoch:
             gate=halt.meet,
             guard=self._guard,
         )
+        self.unhooked = Unhooked(
+            watched.optimizer,
+            reporter,
+            reductions=lambda: self.count,
+            excused=lambda: self._joining() or not watched.comparable,
+            replays=lambda: bool(self.cadences.replay) and not self.replay_off,
+        )
         self.conservation = (
             Conservation(watched.ddp, watched.parameters, exchange.size)
             if isinstance(watched.ddp, DistributedDataParallel)
@@ -167,6 +175,7 @@ class Epoch:
         self.backwards_in_step = 0
         self._in_step = True
         self.recorder.begin()
+        self.unhooked.begin_step()
         if self.mender is not None:
             self.mender.healer.keeper.begin()
 
@@ -241,6 +250,7 @@ class Epoch:
     def _exchange_timed(self, audited: bool) -> None:
         payload = self._audit_payload() if audited else None
         row = self.own_row(lambda: self.fields.measured() | (self._replayable(payload) if audited else {}))
+        self.unhooked.row(row.weights_now)
         rows = self.exchange.rows(row)
         outcome = self._audit(rows, row, payload) if audited else None
         before = self.histories
@@ -402,6 +412,7 @@ class Epoch:
         self._forward_handle.remove()
         self.local.close()
         self.optimizer_watch.close()
+        self.unhooked.close()
 
 
 def _no_loss(model: torch.nn.Module, batch: Any) -> torch.Tensor:
