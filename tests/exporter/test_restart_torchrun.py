@@ -21,7 +21,7 @@ from sdcwatch.agent.tally import Tally
 from sdcwatch.latch import files as latches
 from sdcwatch.spool.folders import user_root
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(450)]
 
 TRAIN = Path(__file__).with_name("restart_train.py")
 #: torchrun's rendezvous forgets a dead node after three of these seconds, and waits so long for a further one.
@@ -54,7 +54,8 @@ class Job:
                 "SDCWATCH_CHECKPOINT_DIR": str(self.folder / "checkpoints"),
             }  # fmt: skip
             run = ["-c", "import sys; from sdcwatch.cli import main; sys.exit(main())", "run", "--poll", "0.1"]
-            run += ["--preflight", "false", "--", sys.executable, "-m", "torch.distributed.run"]
+            # Two torchruns whose ranks end at the same moment can wait for one another in the rendezvous for minutes.
+            run += ["--halt-grace", "60", "--preflight", "false", "--", sys.executable, "-m", "torch.distributed.run"]
             run += [f"--max-restarts={self._restarts}"]
             run += [f"--nnodes={self._least}:2", f"--nproc-per-node={self._ranks[name]}", "--rdzv-backend=c10d"]
             run += [f"--rdzv-endpoint=127.0.0.1:{self._port}", "--rdzv-id=job", "--local-addr=127.0.0.1"]
@@ -219,7 +220,7 @@ def test_loop_that_catches_everything_cannot_swallow_a_halt(job: Callable[..., J
     """No rank takes a further step, torchrun's restarts meet the latch, and `sdcwatch run` waits; once released, both
     nodes start afresh from a clean checkpoint, to the weights of an undisturbed run."""
     one = job("swallow", restarts=1).start()
-    one.until(lambda: all("state=halted" in one.log(n) for n in "ab"), "both nodes wait", 150.0)
+    one.until(lambda: all("state=halted" in one.log(n) for n in "ab"), "both nodes wait", 180.0)
     halted = one.latch()
     assert halted is not None
     assert halted.step == 5
