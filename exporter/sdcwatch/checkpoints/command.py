@@ -12,6 +12,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 from sdcwatch.checkpoints import manifest as checkpoint
+from sdcwatch.checkpoints import pin
 from sdcwatch.errors import CheckpointError
 
 
@@ -73,18 +74,19 @@ def _record(record: checkpoint.CheckpointRecord) -> dict[str, object]:
         "bytes": sum(f.bytes for f in record.files),
         "location": record.location,
         "pending": record.pending,
+        "pinned": pin.is_pin(record),
     }
 
 
 def _list(directory: Path, as_json: bool) -> int:
-    records, problems = checkpoint.list_checkpoints(directory), checkpoint.unreadable(directory)
+    records, problems = checkpoint.loadable(directory), checkpoint.unreadable(directory)
     if as_json:
         print(json.dumps({"schema": 1, "checkpoints": [_record(r) for r in records], "unreadable": list(problems)}))
     else:
         for r in records:
             when = datetime.fromtimestamp(r.time, timezone.utc).strftime("%Y-%m-%d %H:%M:%S")
             trust = "pending" if r.pending else r.trust
-            name = r.location or r.path.name
+            name = r.location or r.path.relative_to(directory)
             print(f"{r.step:>9}  {trust:<9}  {sum(f.bytes for f in r.files):>14} bytes  {when}  {name}")
     for problem in problems:
         print(f"sdcwatch checkpoints: {problem}", file=sys.stderr)
@@ -113,7 +115,7 @@ def _verify(paths: list[Path]) -> int:
     bad = False
     for given in paths:
         inside = given.is_dir() and not checkpoint.manifest_path(given).exists()
-        targets = [r.path for r in checkpoint.list_checkpoints(given)] if inside else [given]
+        targets = [r.path for r in checkpoint.loadable(given)] if inside else [given]
         problems = list(checkpoint.unreadable(given)) if inside else []
         if inside and not targets and not problems:
             problems.append(f"{given} holds no checkpoint with a manifest")

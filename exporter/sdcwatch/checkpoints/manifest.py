@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from sdcwatch import durable
-from sdcwatch.checkpoints import content, record
+from sdcwatch.checkpoints import content, pin, record
 from sdcwatch.checkpoints.record import (
     MANIFEST_SUFFIX,
     TAINTED_SUFFIX,
@@ -44,7 +44,9 @@ __all__ = [
     "follow_taint",
     "last_clean",
     "list_checkpoints",
+    "loadable",
     "manifest_path",
+    "pin_newest",
     "promote",
     "prune",
     "resume_point",
@@ -157,8 +159,7 @@ def _still(noted: CheckpointRecord) -> bool:
 
 def follow_taint(noted: CheckpointRecord) -> None:
     """Renames data that arrived after its manifest had been tainted."""
-    manifest = manifest_path(noted.path)
-    if not manifest.exists() and manifest.with_name(manifest.name + TAINTED_SUFFIX).exists():
+    if not manifest_path(noted.path).exists() and _tainted(noted):
         content.rename(noted.location or noted.path, TAINTED_SUFFIX)
 
 
@@ -197,10 +198,42 @@ def list_checkpoints(directory: Path | str) -> tuple[CheckpointRecord, ...]:
     return tuple(sorted(found, key=lambda r: (r.step, r.time, r.path.name)))
 
 
+def loadable(directory: Path | str) -> tuple[CheckpointRecord, ...]:
+    """`list_checkpoints`, and what is pinned; of two names for one checkpoint its own comes last, as the newest."""
+    found = [*pin.pinned(Path(directory)), *list_checkpoints(directory)]
+    return tuple(sorted(found, key=lambda r: (r.step, r.time, not pin.is_pin(r))))
+
+
+def pin_newest(directory: Path | str) -> CheckpointRecord | None:
+    """Pins the newest verified checkpoint, where it is not pinned yet.
+
+    Returns:
+        The record of the new pin; None where nothing was to do.
+
+    Raises:
+        CheckpointError: it cannot be pinned; says why.
+    """
+    directory = Path(directory)
+    newest = next((r for r in reversed(loadable(directory)) if r.trusted("verified") and not r.pending), None)
+    held = [(r.step, r.time, r.files) for r in pin.pinned(directory)]
+    if newest is None or (newest.step, newest.time, newest.files) in held:
+        return None
+    made = pin.hold(directory, newest)
+    if not manifest_path(newest.path).exists() and _tainted(newest):
+        pin.release(directory)  # a verdict reached back over it meanwhile
+        return None
+    return made
+
+
+def _tainted(found: CheckpointRecord) -> bool:
+    manifest = manifest_path(found.path)
+    return manifest.with_name(manifest.name + TAINTED_SUFFIX).exists()
+
+
 def unreadable(directory: Path | str) -> tuple[str, ...]:
     """One sentence for each manifest in this folder that cannot be used."""
     problems: list[str] = []
-    for manifest, path in record.scan(Path(directory)):
+    for manifest, path in [*record.scan(Path(directory)), *pin.scan(Path(directory))]:
         try:
             _standing(manifest, path)
         except CheckpointError as error:
@@ -244,12 +277,14 @@ def verify(path: Path | str) -> CheckpointRecord:
 def last_clean(directory: Path | str, trust: str = "checked") -> CheckpointRecord | None:
     """The newest checkpoint of at least this trust whose bytes equal its manifest; None where there is none.
 
+    Where a rotation removed it, its pin.
+
     Raises:
         ValueError: `trust` is not one of `candidate`, `checked`, `verified`.
     """
     if trust not in TRUST:
         raise ValueError(f"trust {trust!r} is not one of {', '.join(TRUST)}")
-    for found in reversed(list_checkpoints(directory)):
+    for found in reversed(loadable(directory)):
         if found.trusted(trust):
             with contextlib.suppress(CheckpointError):
                 return verify(found.path)
@@ -263,7 +298,7 @@ def resume_point(directory: Path | str) -> CheckpointRecord | None:
     Its bytes have been compared with the manifest. Local, not collective; None means: start from the beginning.
     """
     released = released_latches(directory)
-    for found in reversed(list_checkpoints(directory)):
+    for found in reversed(loadable(directory)):
         asked = released[-1].latch.trust_needed if released and found.time <= released[-1].release.time else "checked"
         if found.trusted(asked):
             with contextlib.suppress(CheckpointError):
@@ -319,7 +354,7 @@ def taint(directory: Path | str, newer_than: int | None, reason: str, *, epoch: 
         The new paths (or URLs, as paths of their manifests) of the data that was renamed by this call.
     """
     renamed: list[Path] = []
-    for manifest, path in record.scan(Path(directory)):
+    for manifest, path in [*record.scan(Path(directory)), *pin.scan(Path(directory))]:
         try:
             found = _standing(manifest, path)
         except CheckpointError:
@@ -349,7 +384,7 @@ def step_back(directory: Path | str, reason: str) -> tuple[Path, ...]:
     Returns:
         As `taint`; empty, with nothing renamed, where no older verified one is left to land on.
     """
-    steps = sorted({r.step for r in list_checkpoints(directory) if r.trusted("verified")})
+    steps = sorted({r.step for r in loadable(directory) if r.trusted("verified")})
     return taint(directory, steps[-2], reason) if len(steps) > 1 else ()
 
 

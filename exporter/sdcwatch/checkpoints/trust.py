@@ -42,17 +42,24 @@ class CheckpointTrust:
         self._lock = threading.Lock()  # held by the training thread and by `_finish` while manifests change
         self._stop = threading.Event()
         self._threads: list[threading.Thread] = []
+        self._pinning = threading.Lock()  # held by one thread that pins
+        self._verified: tuple[int, float] | None = None  # step and time of the newest verified one, of any epoch
+        self._pinned: tuple[int, float] | None = None  # the one for which pinning was last begun
+        self._unpinned_said = False
         self.writes = reporter.rank == reporter.membership.reporters()[0]
         if self.writes and folder is not None:
             try:
                 self._look(folder)
                 self._export()
+                self._pin()
             except (OSError, SdcwatchError) as error:
                 reporter.swallow("checkpoint", error)
 
     def _look(self, folder: str) -> None:
         records = checkpoint.list_checkpoints(folder)
-        self._clean = max((r.step for r in records if r.trusted("checked")), default=None)
+        loadable = checkpoint.loadable(folder)
+        self._clean = max((r.step for r in loadable if r.trusted("checked")), default=None)
+        self._verified = max(((r.step, r.time) for r in loadable if r.trusted("verified")), default=None)
         self._rising = {
             r.path.name: (r.step, r.trust)
             for r in records
@@ -118,8 +125,7 @@ class CheckpointTrust:
         )
         # Not a daemon: a job that ends well waits for its last checkpoint, as it waits for the upload itself.
         thread = threading.Thread(target=self._finish, args=(noted, done), name=f"sdcwatch-{path.name}", daemon=False)
-        self._threads = [t for t in self._threads if t.is_alive()] + [thread]
-        thread.start()
+        self._start(thread)
 
     def _finish(self, noted: CheckpointRecord, done: Any) -> None:
         try:
@@ -132,6 +138,7 @@ class CheckpointTrust:
                 if self._folder is not None:
                     checkpoint.promote(self._folder, *self._proven, epoch=self._epoch)
                     self._look(self._folder)
+                    self._pin()
         except content.Cancelled:
             return
         except Exception as error:  # somebody else's write failed: it stays pending, and nothing loads it
@@ -153,11 +160,36 @@ class CheckpointTrust:
                 checkpoint.promote(self._folder, checked, verified, epoch=self._epoch)
                 self._look(self._folder)
                 self._export()
+                self._pin()
             except (OSError, SdcwatchError) as error:
                 self._reporter.swallow("checkpoint", error)
 
+    def _pin(self) -> None:
+        """Starts pinning the newest verified checkpoint; a folder of many shards on a shared disk takes its time."""
+        if self._folder is not None and self._verified not in (None, self._pinned):
+            self._pinned = self._verified
+            # Not a daemon: a job that ends well leaves its last verified checkpoint pinned.
+            self._start(threading.Thread(target=self._hold, args=(self._folder,), name="sdcwatch-pin", daemon=False))
+
+    def _hold(self, folder: str) -> None:
+        with self._pinning:
+            try:
+                checkpoint.pin_newest(folder)
+            except (OSError, SdcwatchError) as error:
+                if not self._unpinned_said:
+                    self._unpinned_said = True
+                    log.warning(
+                        "sdcwatch: the last verified checkpoint cannot be pinned, so a rotation of your own can remove "
+                        "it; let `sdcwatch checkpoints prune` rotate instead: %s",
+                        error,
+                    )
+
+    def _start(self, thread: threading.Thread) -> None:
+        self._threads = [t for t in self._threads if t.is_alive()] + [thread]
+        thread.start()
+
     def settle(self, seconds: float | None = None) -> None:
-        """Waits for noted checkpoints whose write has ended, at most so long; the rest goes on by itself."""
+        """Waits for pins and for noted checkpoints whose write has ended, at most so long; the rest goes on."""
         for thread in self._threads:
             thread.join(seconds)
 

@@ -186,8 +186,8 @@ def _events(journal: Path) -> Iterable[Event]:
 
 def _checkpoints(folder: Path) -> tuple[CheckpointFacts, ...]:
     found = [
-        CheckpointFacts(r.path.name, r.step, "pending" if r.pending else r.trust)
-        for r in manifest.list_checkpoints(folder)
+        CheckpointFacts(str(r.path.relative_to(folder)), r.step, "pending" if r.pending else r.trust)
+        for r in manifest.loadable(folder)
     ]
     found += [CheckpointFacts(problem, None, "unreadable") for problem in manifest.unreadable(folder)]
     for path in sorted(folder.glob(f"*{MANIFEST_SUFFIX}{TAINTED_SUFFIX}")):
