@@ -233,6 +233,61 @@ def test_quarantine_of_another_instance_is_ignored(node: MakeNode) -> None:
     assert a.status() == 0
 
 
+def test_a_quarantined_node_does_not_even_start(node: MakeNode) -> None:
+    """Requeued or restarted onto the machine that is to go: 86 before the launcher lives once; it says which case."""
+    a = node()
+    latches.write_quarantine(a.uid_root, "i-a", "case-7", "service")
+    a.start("sys.exit(0)", "--preflight-first", preflight="sh -c 'touch judged'")
+    assert a.status() == 86
+    assert a.lives() == 0
+    assert "instance i-a is quarantined (case case-7)" in a.said()
+    assert "preflight" not in a.said()  # nothing needs to be judged here
+
+
+FAILS = """sh -c 'echo "{\\"outcome\\": \\"fail\\"}"; exit 1'"""
+
+
+@pytest.mark.parametrize(
+    ("check", "status", "lives", "said"),
+    [
+        (FAILS, 86, 0, "preflight before the first step: fail (exited 1); nothing is started"),
+        ("true", 0, 1, "preflight before the first step: pass"),
+        ("false", 0, 1, "preflight before the first step: unknown (exited 1)"),
+        ("no-such-program", 0, 1, "preflight before the first step: unknown (cannot start no-such-program"),
+    ],
+    ids=["fails", "passes", "crashes", "missing"],
+)
+def test_preflight_first_keeps_out_a_machine_that_fails_it(
+    node: MakeNode, check: str, status: int, lives: int, said: str
+) -> None:
+    """A proven failure ends with 86 before any step; a check that could not judge accuses nobody, and that is said."""
+    a = node()
+    a.start("sys.exit(0)", "--preflight-first", preflight=check)
+    assert (a.status(), a.lives()) == (status, lives)
+    assert said in a.said()
+
+
+def test_a_signal_ends_a_preflight_that_runs_first(node: MakeNode) -> None:
+    """Preempted before the first step: the check ends at once, and nothing starts."""
+    a = node()
+    mark = a.root / "judging"
+    a.start("sys.exit(0)", "--preflight-first", preflight=f"sh -c 'touch {mark}; sleep 600'")
+    until(mark.exists, "the check runs")
+    assert a.process is not None
+    a.process.send_signal(signal.SIGTERM)
+    assert a.status() == 128 + signal.SIGTERM
+    assert a.lives() == 0
+
+
+@pytest.mark.integration
+def test_the_real_preflight_lets_a_healthy_machine_start(node: MakeNode) -> None:
+    """`sdcwatch preflight` itself, on this machine's CPU, before the first step."""
+    a = node()
+    a.start("sys.exit(0)", "--preflight-first", preflight=f"{sys.executable} -m sdcwatch.preflight.command --json")
+    assert (a.status(120), a.lives()) == (0, 1)
+    assert "preflight before the first step: pass" in a.said()
+
+
 def test_wait_that_runs_out_ends_with_86(node: MakeNode) -> None:
     """Nobody released it in time: this node leaves the job, the latch stays."""
     a = node()

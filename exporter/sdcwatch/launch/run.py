@@ -19,7 +19,7 @@ from pathlib import Path
 from sdcwatch.errors import ConfigurationError, SpoolError
 from sdcwatch.identity import take
 from sdcwatch.latch import files as latch
-from sdcwatch.launch import halt_wait, launcher
+from sdcwatch.launch import first_check, halt_wait, launcher
 from sdcwatch.settings import Settings
 from sdcwatch.spool.folders import job_root, user_root
 
@@ -32,6 +32,7 @@ class RunOptions:
         command: the launcher and its words.
         places: folders in which a latch of this job may stand: its spool folder and the checkpoint folder.
         halt_grace: how long a launcher may go on after a latch appeared before it is ended.
+        preflight_first: the machine is judged before the first life of the launcher.
     """
 
     command: tuple[str, ...]
@@ -40,6 +41,7 @@ class RunOptions:
     wait: halt_wait.WaitOptions
     poll: float
     halt_grace: float
+    preflight_first: bool = False
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -68,6 +70,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="COMMAND",
         help="own health check instead of `sdcwatch preflight`; exits 0: pass; 1 after the line "
         '{"outcome": "fail"}: fail; anything else: could not judge',
+    )
+    parser.add_argument(
+        "--preflight-first",
+        action="store_true",
+        help="run the health check before the first start too (about 10 s); a machine that fails it ends with 86",
     )
     parser.add_argument("launcher", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
 
@@ -123,6 +130,7 @@ def options_from(arguments: argparse.Namespace, environ: dict[str, str]) -> RunO
         ),
         poll=arguments.poll,
         halt_grace=arguments.halt_grace,
+        preflight_first=arguments.preflight_first,
     )
 
 
@@ -142,10 +150,14 @@ def say(text: str) -> None:
 
 def supervise(options: RunOptions, signals: launcher.Signals) -> int:
     """Runs the launcher, and again after each released latch, until it ends with none standing."""
+    judge = options.preflight_first
     while True:
         outcome = halt_wait.wait_until_free(options.places, options.wait, signals, say)
+        if outcome is None and judge and signals.ended_by is None:
+            outcome = first_check.refusal(options.wait.preflight, signals, say)
         if outcome is not None:
             return outcome
+        judge = False
         if signals.ended_by is not None:
             return 128 + signals.ended_by
         status, halted = run_once(options, signals)
