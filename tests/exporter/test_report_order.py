@@ -81,7 +81,17 @@ def closed() -> io.StringIO:
     return stream
 
 
-@pytest.mark.parametrize("broken", [FullDisk, closed])
+def test_a_line_of_the_log_is_one_write(reporter: Reporter, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ranks of a node share one pipe: a line written in two pieces can be cut in two by another rank's."""
+    pieces: list[str] = []
+    stream = io.StringIO()
+    monkeypatch.setattr(stream, "write", lambda text: pieces.append(text) or len(text))
+    monkeypatch.setattr(sys, "stderr", stream)
+    reporter.say("SDCWATCH_VERDICT {}\nblock")
+    assert pieces == ["SDCWATCH_VERDICT {}\nblock\n"]
+
+
+@pytest.mark.parametrize("broken", [FullDisk, closed, lambda: None])
 def test_a_log_that_cannot_be_written_costs_neither_the_proof_nor_training(
     reporter: Reporter, monkeypatch: pytest.MonkeyPatch, broken: Any
 ) -> None:

@@ -253,8 +253,9 @@ class Reporter:
     def say(self, text: str) -> None:
         """Prints to stderr. A full disk or a closed pipe there is counted and never ends training."""
         try:
-            print(text, file=sys.stderr, flush=True)
-        except (OSError, ValueError) as error:  # ValueError: closed, or a name that its encoding lacks
+            sys.stderr.write(f"{text}\n")  # one write: ranks share a pipe, and a line of JSON must stay whole
+            sys.stderr.flush()
+        except (OSError, ValueError, AttributeError) as error:  # closed, a name that its encoding lacks, or no stderr
             self.swallow("stderr", error)
 
     def _block(self, event: events.Event) -> str:
