@@ -65,7 +65,7 @@ test-integrations: setup-integrations ## the heavier tests, marked `integration`
 	@echo "[test] integration tests"
 	@$(PYTHON) -m pytest -m integration -v $(PYTEST_ARGS)
 
-test-libraries: setup ## the examples on transformers and Accelerate, with a fault that is caught
+test-libraries: setup ## the examples on transformers, Accelerate and Lightning, with a fault that is caught
 	@setup/libraries.sh
 	@echo "[test] examples on the real libraries"
 	@.venv-libraries/bin/python -m pytest -m libraries -v tests/libraries $(PYTEST_ARGS)

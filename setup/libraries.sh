@@ -7,7 +7,7 @@ made_from=$(cat setup/requirements-integrations.txt .venv/.setup | sha256sum | c
 [ "$(cat .venv-libraries/.setup 2>/dev/null)" = "$made_from" ] && exit 0
 
 fail() { printf '[setup] %s\n' "$@" >&2; exit 1; }
-echo "[setup] .venv-libraries: transformers, Accelerate"
+echo "[setup] .venv-libraries: transformers, Accelerate, Lightning"
 rm -rf .venv-libraries
 .venv/bin/python -m venv --without-pip .venv-libraries || fail "python cannot make a virtual environment here"
 purelib='import sysconfig; print(sysconfig.get_path("purelib"))'

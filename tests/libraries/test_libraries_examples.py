@@ -18,6 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = {
     "hf_trainer.py": ("transformers", True),
     "accelerate_loop.py": ("accelerate", True),
+    "lightning_trainer.py": ("pytorch_lightning", True),
 }
 Require = Callable[[str], Path]
 pytestmark = [pytest.mark.libraries, pytest.mark.timeout(300)]
