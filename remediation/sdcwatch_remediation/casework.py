@@ -8,7 +8,7 @@ Its place: `worker` calls `STEPS[case.state]`.
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from sdcwatch_remediation.cases import Case, inventory_json
@@ -68,13 +68,15 @@ def observe(ctx: Context, case: Case) -> Case | None:
     return replaced_by_others(ctx, case, heir.instance_id)
 
 
-def replaced_by_others(ctx: Context, case: Case, replacement: str) -> Case:
+def replaced_by_others(
+    ctx: Context, case: Case, replacement: str, *, reason: str = "somebody else replaced it"
+) -> Case:
     """Close (or resume) a case whose instance somebody else replaced."""
     ctx.ledger.entomb(case, replacement)
     changes: dict[str, Any] = {"outcome": "replaced_by_others", "replacement": replacement}
     case = ctx.store.set(case, step="replacement_proven", detail={"replacement": replacement}, **changes)
     resumes = case.state != "observed" and ctx.may_release(case)
-    return ctx.store.move(case, "resuming" if resumes else "closed", reason="somebody else replaced it")
+    return ctx.store.move(case, "resuming" if resumes else "closed", reason=reason)
 
 
 def _ask(ctx: Context, case: Case, inventory: Inventory) -> Case:
@@ -177,7 +179,7 @@ def _by_mode(ctx: Context, case: Case, decision: Decision, facts: Facts, invento
     if decision.mode in ("observe", "recommend") or replacing.mode in ("approve", "auto"):
         wanted.append("replace")
     columns = _event_columns(case, facts)
-    request = ctx.request_of(case, columns["event_id"], *wanted)
+    request = ctx.request_of(replace(case, **columns), columns["event_id"], *wanted)
     to = {
         "observe": "observed",
         "recommend": "recommended",

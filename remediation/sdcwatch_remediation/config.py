@@ -96,6 +96,10 @@ def _problems(config: Config) -> Iterator[str]:
         yield "actions.replace is 'slurm', which fails only nodes that were drained: set actions.isolate = 'slurm' too"
     if forbidden := set(config.policy.groups) & set(config.policy.forbidden_groups):
         yield f"policy.groups and policy.forbidden_groups both hold {sorted(forbidden)}; remove it from one"
+    if unknown := sorted(set(config.policy.handover_groups) - set(config.policy.groups)):
+        yield f"policy.handover_groups holds {unknown[0]!r}, which policy.groups does not: nothing may be done there"
+    if config.policy.handover_groups and "slurm" in (config.actions.isolate, config.actions.replace):
+        yield "policy.handover_groups needs Kubernetes, and actions.isolate or actions.replace is 'slurm'; drop one"
     if unknown := sorted(set(config.policy.give_back) - set(GIVE_BACK)):
         yield f"policy.give_back: {unknown[0]!r} is none of {', '.join(GIVE_BACK)}"
     for window in config.policy.windows:

@@ -11,10 +11,11 @@ import ipaddress
 import os
 import socket
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from sdcwatch_remediation import known_answer
+from sdcwatch_remediation.actions.handover import Handover
 from sdcwatch_remediation.actions.scheduler import Scheduler
 from sdcwatch_remediation.agents import AgentClient, latch_body
 from sdcwatch_remediation.cases import Case
@@ -55,6 +56,8 @@ class Context:
     schedulers: tuple[Scheduler, ...] = ()
     """Who is told to keep work off a quarantined node, besides its own agent."""
     orchestrator: Orchestrator | None = None
+    handover: Handover | None = None
+    """How nodes of `policy.handover_groups` are handed over; None: none is."""
     frozen: str = ""
     """Why this database is not the one that was meant, so that nothing may be done on it; empty: it is."""
 
@@ -156,6 +159,10 @@ class Context:
         """Return the mode of an action in a case's group."""
         return self.config.policy.mode_of(action, case.group_name)
 
+    def road(self, case: Case) -> str:
+        """Return how a case's instance comes to be replaced: `replace` (asked for here) or `handover` (its owner)."""
+        return "handover" if case.group_name in self.config.policy.handover_groups else "replace"
+
     def may_release(self, case: Case) -> bool:
         """Whether the service may release latches: only where it may also quarantine."""
         return self.mode("quarantine", case) in ("approve", "auto")
@@ -170,8 +177,12 @@ class Context:
             if (member := find(before, case.instance_id)) is not None:
                 for scheduler in self.schedulers:
                     request["quarantine"][scheduler.name] = scheduler.plan(member, case.job, case.id)
-        if "replace" in actions:
+        if "replace" in actions and self.road(case) == "replace":
             request["replace"] = self.provider.replace_request(case.instance_id)
+        elif "replace" in actions:
+            member = find(case.before_inventory(), case.instance_id)
+            told = self.handover.of(replace(case, event_id=event_id)) if self.handover else None
+            request["handover"] = told.plan(member, case.job, case.id) if told and member else []
         return canonical_json(request)
 
     def replaced_elsewhere(self, case: Case, inventory: Inventory | None) -> Member | None:

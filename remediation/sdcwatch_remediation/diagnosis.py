@@ -126,6 +126,8 @@ def _modes(ctx: Context) -> Iterator[Finding]:
     for group in policy.groups:
         quarantine, replacing = policy.mode_of("quarantine", group), policy.mode_of("replace", group)
         said = f"group {group}: quarantine {quarantine}, replace {replacing}"
+        if group in policy.handover_groups:
+            said += " by handing over to its owner"
         if quarantine in ("observe", "recommend"):
             yield Finding("mode", "fail", f"{said}: nothing is done", "raise policy.mode or its group's to act")
         elif replacing in ("observe", "recommend"):

@@ -29,6 +29,20 @@ from sdcwatch_remediation.store import GONE, AuditLine, Store
 DAY_SECONDS = 86_400.0
 
 _ENDED = ("expired", "failed")
+_FLYING = (
+    "replacing",
+    "proving_replacement",
+    # A handover that was not taken back may still be acted on by the node's owner.
+    "handing_over",
+    "handed_over",
+    "awaiting_approval",
+    "recommended",
+    "frozen",
+    "rejected",
+    "giving_back",
+    "not_given_back",
+)
+"""States in which an instance whose replacement was asked for may go away at any time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,13 +69,14 @@ class Ledger:
 
     # Intents
 
-    def reserve(self, case: Case, request: dict[str, Any], *, before: str) -> Intent:
-        """Commit the intent to replace a case's instance, before anything is sent.
+    def reserve(self, case: Case, request: dict[str, Any], *, before: str, step: str = "replace_requested") -> Intent:
+        """Commit the intent to have a case's instance replaced, here or by its owner, before anything is sent.
 
         Args:
-            case: the case, in state `replacing`.
+            case: the case, in state `replacing` or `handing_over`.
             request: the exact request.
             before: the inventory just read, as JSON; the proof of the replacement starts from it.
+            step: of the audit line.
 
         Raises:
             Conflict: a live intent stands, a budget is used up, or the case moved on.
@@ -77,9 +92,9 @@ class Ledger:
                 if usage.in_flight >= policy.concurrent or usage.last_day >= policy.per_day:
                     raise Conflict("a budget was used up meanwhile")
                 table = schema.cases
-                still = update(table).where(table.c.id == case.id, table.c.state == "replacing", table.c.held_by == "")
+                still = update(table).where(table.c.id == case.id, table.c.state == case.state, table.c.held_by == "")
                 if connection.execute(still.values(before=before)).rowcount != 1:
-                    raise Conflict(f"{case.id} is held, or not replacing any more")
+                    raise Conflict(f"{case.id} is held, or not {case.state} any more")
                 key = connection.execute(
                     insert(schema.intents).values(
                         case_id=case.id,
@@ -95,14 +110,14 @@ class Ledger:
                 ).inserted_primary_key
                 assert key is not None
                 detail = {"intent": key[0], "request": request, "approved_by": case.approved_by}
-                self._store.audit_in(connection, lines, case.id, "replace_requested", detail, now)
+                self._store.audit_in(connection, lines, case.id, step, detail, now)
         except IntegrityError:
             raise Conflict(f"{case.instance_id} was asked to be replaced already") from None
         self._store.publish(lines)
         return Intent(int(key[0]), case.id, text, now, None, "")
 
-    def record(self, intent: Intent, result: ReplaceResult) -> None:
-        """Write down what one attempt came to."""
+    def record(self, intent: Intent, result: ReplaceResult, *, step: str = "replace_answered") -> None:
+        """Write down what one attempt came to, with an audit line of that step."""
         lines: list[AuditLine] = []
         now = self._store.clock()
         # Not fenced: only the process that made the call knows its answer, whoever holds the lease by now.
@@ -119,7 +134,18 @@ class Ledger:
                 "message": result.message,
                 "retryable": result.retryable,
             }
-            self._store.audit_in(connection, lines, intent.case_id, "replace_answered", detail, now)
+            self._store.audit_in(connection, lines, intent.case_id, step, detail, now)
+        self._store.publish(lines)
+
+    def withdraw(self, case: Case) -> None:
+        """Let a later case ask anew, once a handover was taken back; it counts like a request that had no effect."""
+        lines: list[AuditLine] = []
+        table, now = schema.intents, self._store.clock()
+        with self._store.write() as connection:
+            live = update(table).where(table.c.case_id == case.id, _live())
+            changed = connection.execute(live.values(outcome="refused", code="Withdrawn", recorded_at=now))
+            if changed.rowcount:
+                self._store.audit_in(connection, lines, case.id, "handover_withdrawn", {}, now)
         self._store.publish(lines)
 
     def intents(self, case_id: str) -> list[Intent]:
@@ -185,8 +211,7 @@ class Ledger:
         flying = [
             row
             for row in rows
-            if row.state in ("replacing", "proving_replacement")
-            or (row.state in _ENDED and not row.proven and row.reserved_at > since)
+            if row.state in _FLYING or (row.state in _ENDED and not row.proven and row.reserved_at > since)
         ]
         return Usage(
             in_flight=len(flying),
@@ -305,7 +330,8 @@ class Ledger:
             raise Conflict(f"{case.id} does not wait for an approval (state {case.state})")
         if request_sha256 != case.request_sha256:
             raise Conflict(f"{case.id} asks for another request; look at it again with `show`")
-        to = "replacing" if "quarantine" not in json.loads(case.request) else "containing"
+        asked = json.loads(case.request)
+        to = "containing" if "quarantine" in asked else "handing_over" if "handover" in asked else "replacing"
         return self._decide(case, to, by, "approved", approved_by=by, approved_sha256=request_sha256)
 
     def reject(self, case: Case, *, by: str, reason: str) -> Case:

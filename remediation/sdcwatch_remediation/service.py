@@ -19,6 +19,7 @@ from typing import Any
 from sdcwatch_remediation import notify, trace_export
 from sdcwatch_remediation.actions.eks import Eks
 from sdcwatch_remediation.actions.eks_client import EksClient
+from sdcwatch_remediation.actions.handover import Handover
 from sdcwatch_remediation.actions.scheduler import Scheduler
 from sdcwatch_remediation.actions.slurm import Slurm, SlurmReplace
 from sdcwatch_remediation.agents import AgentClient
@@ -54,6 +55,7 @@ class Service:
         database: Database | None = None,
         agents: AgentClient | None = None,
         orchestrator: Orchestrator | None = None,
+        handover: Handover | None = None,
     ) -> None:
         """Open the database and everything else; nothing is asked of the outside yet.
 
@@ -66,6 +68,7 @@ class Service:
             database: an open database; opened as the configuration says by default.
             agents: the way to the node agents; made from the configuration by default.
             orchestrator: who schedules work onto the nodes; built from the configuration by default.
+            handover: how nodes are handed over; built from the configuration by default.
 
         Raises:
             ConfigError: a token file or the database does not fit.
@@ -104,6 +107,7 @@ class Service:
             clock=clock,
             schedulers=make_schedulers(config) if schedulers is None else schedulers,
             orchestrator=orchestrator or make_orchestrator(config),
+            handover=handover or make_handover(config, clock),
             frozen=frozen,
         )
         fenced.remember()
@@ -263,10 +267,22 @@ def make_orchestrator(config: Config) -> Orchestrator | None:
     return _slurm(config) if isolate == "slurm" else _eks(config) if isolate == "eks" else None
 
 
+def make_handover(config: Config, clock: Callable[[], float]) -> Handover | None:
+    """Return how nodes are handed over; None where no group's are.
+
+    Raises:
+        ConfigError: the extra `eks` is missing, or the Kubernetes API's configuration cannot be used.
+    """
+    return Handover(_eks_client(config), clock) if config.policy.handover_groups else None
+
+
 def _eks(config: Config) -> Eks:
+    return Eks(_eks_client(config), job_label=config.actions.eks_job_label)
+
+
+def _eks_client(config: Config) -> EksClient:
     actions = config.actions
-    client = EksClient.connect(actions.eks_kubeconfig_file, timeout_seconds=actions.eks_timeout_seconds)
-    return Eks(client, job_label=actions.eks_job_label)
+    return EksClient.connect(actions.eks_kubeconfig_file, timeout_seconds=actions.eks_timeout_seconds)
 
 
 def _slurm(config: Config) -> Slurm:

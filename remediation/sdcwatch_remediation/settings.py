@@ -103,6 +103,9 @@ class Policy:
     forbidden_groups: tuple[str, ...] = _setting(
         ("controller", "controller-machine", "login", "login-group"), "Groups never acted on, whatever else is set."
     )
+    handover_groups: tuple[str, ...] = _setting(
+        (), "Groups, of those above, whose nodes are handed over to their owner instead of being replaced."
+    )
     settle_seconds: float = _setting(90.0, "Wait after the newest case of the cluster, in seconds.", minimum=0)
     max_settle_seconds: float = _setting(600.0, "Longest wait in all, in seconds.", minimum=0)
     concurrent: int = _setting(1, "Replacements under way at once.", minimum=0)
@@ -116,6 +119,9 @@ class Policy:
     clock_doubt_seconds: float = _setting(120.0, "An instance launched later than this before its fault is not it.")
     approval_seconds: float = _setting(14_400.0, "How long a case waits for a person.", minimum=1)
     replacement_seconds: float = _setting(14_400.0, "How long a replacement may take (deep checks: hours).", minimum=1)
+    handover_seconds: float = _setting(
+        14_400.0, "How long the owner of a node that was handed over may take; then a person is asked.", minimum=1
+    )
     cooldown_seconds: float = _setting(600.0, "Pause after a proven replacement.", minimum=0)
     min_running: int = _setting(1, "Others of the group that must run, or a person is asked first.", minimum=0)
     shared_nodes: bool = _setting(False, "True: nodes may run other people's work; a person is asked unless none does.")
@@ -154,7 +160,9 @@ class Actions:
     slurm_bin_dir: str = _setting("", "Folder of scontrol, squeue and scancel. Empty: looked up on PATH.")
     slurm_stop: str = _setting("requeue", "What is done to the training job.", choices=("requeue", "cancel"))
     slurm_timeout_seconds: float = _setting(30.0, "Longest wait for one command of Slurm.", minimum=0.1)
-    eks_kubeconfig_file: str = _setting("", "Kubeconfig where isolate is 'eks'. Empty: the pod's own service account.")
+    eks_kubeconfig_file: str = _setting(
+        "", "Kubeconfig, to isolate by 'eks' or hand over. Empty: the pod's service account."
+    )
     eks_job_label: str = _setting("", "Pod label that holds the training job's name, besides SDCWATCH_JOB.")
     eks_timeout_seconds: float = _setting(30.0, "Longest wait for one answer of the Kubernetes API.", minimum=0.1)
     evidence_dir: str = _setting("", "Folder for a bundle of each acted-on case. Empty: evidence in the database only.")

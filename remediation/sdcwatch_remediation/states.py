@@ -74,7 +74,7 @@ _TABLE = (
     State(
         "recommended",
         "waiting",
-        "mode recommend: a person is asked to do it by hand",
+        "a person is asked to do it by hand: mode recommend, or a handover that came to nothing",
         "approval_seconds",
         "expired",
         ("resuming", "closed", "expired", "rejected", "cancelled", "giving_back"),
@@ -85,7 +85,17 @@ _TABLE = (
         "mode approve: a named person must approve exactly this request",
         "approval_seconds",
         "expired",
-        ("containing", "replacing", "resuming", "closed", "expired", "rejected", "cancelled", "giving_back"),
+        (
+            "containing",
+            "replacing",
+            "handing_over",
+            "resuming",
+            "closed",
+            "expired",
+            "rejected",
+            "cancelled",
+            "giving_back",
+        ),
     ),
     State(
         "containing",
@@ -103,6 +113,7 @@ _TABLE = (
         "expired",
         (
             "replacing",
+            "handing_over",
             "awaiting_approval",
             "recommended",
             "refused",
@@ -138,6 +149,33 @@ _TABLE = (
         "replacement_seconds",
         "failed",
         ("resuming", "replacing", "failed"),
+    ),
+    State(
+        "handing_over",
+        "working",
+        "a group whose nodes somebody else replaces: the node's condition and an Event are written for them",
+        900.0,
+        "recommended",
+        (
+            "handed_over",
+            "resuming",
+            "closed",
+            "awaiting_approval",
+            "recommended",
+            "frozen",
+            "failed",
+            "rejected",
+            "cancelled",
+            "giving_back",
+        ),
+    ),
+    State(
+        "handed_over",
+        "working",
+        "its owner was told; the inventory is read until another instance runs in its place",
+        "handover_seconds",
+        "recommended",
+        ("resuming", "closed", "recommended", "rejected", "cancelled", "giving_back"),
     ),
     State(
         "resuming",
@@ -200,7 +238,7 @@ STATES: dict[str, State] = {state.name: state for state in _TABLE}
 INITIAL = "received"
 
 # In these the world may have moved on while we were down: it is read before the deadline is applied.
-READ_BEFORE_DEADLINE = frozenset({"proving_replacement", "resuming", "giving_back", "not_given_back"})
+READ_BEFORE_DEADLINE = frozenset({"proving_replacement", "handed_over", "resuming", "giving_back", "not_given_back"})
 
 
 def allowed(old: str, new: str) -> bool:

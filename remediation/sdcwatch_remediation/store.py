@@ -37,6 +37,9 @@ DRILLS_SHOWN = 16
 DRILL_WINDOW = 10_000
 """Newest signals among which drills are looked for, so that a scrape stays cheap however old the database is."""
 
+ASKED = ("act_requested", "handover_requested")
+"""Audit steps after which somebody else may have something of a case's that can be given back."""
+
 GONE = ("replaced", "replaced_by_others")
 """Outcomes after which the instance is gone: there is nothing to watch."""
 
@@ -294,7 +297,7 @@ class Store:
         if end not in self.policy.give_back or not allowed(case.state, "giving_back"):
             return False
         table = schema.audit
-        asked = select(func.count()).where(table.c.case_id == case.id, table.c.step == "act_requested")
+        asked = select(func.count()).where(table.c.case_id == case.id, table.c.step.in_(ASKED))
         return bool(connection.execute(asked).scalar())
 
     def set(self, case: Case, *, step: str = "", detail: dict[str, Any] | None = None, **changes: Any) -> Case:

@@ -29,6 +29,8 @@ PHASES = {
     "quarantining": "quarantine",
     "replacing": "replace",
     "proving_replacement": "proven",
+    "handing_over": "handed_over",
+    "handed_over": "handed_over",
     "resuming": "resumed",
     "suspected": "suspected",
     "rejected": "rejected",

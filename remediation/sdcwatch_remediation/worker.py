@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable
 
 from sdcwatch_remediation.actions.give_back import give_back, look_again
+from sdcwatch_remediation.actions.handing_over import hand_over, watch
 from sdcwatch_remediation.actions.isolate import contain, quarantine
 from sdcwatch_remediation.actions.replace import asked_already, prove_replacement, replace
 from sdcwatch_remediation.actions.resume import release
@@ -38,6 +39,8 @@ STEPS: dict[str, Step] = {
     "quarantining": quarantine,
     "replacing": replace,
     "proving_replacement": prove_replacement,
+    "handing_over": hand_over,
+    "handed_over": watch,
     "resuming": release,
     "suspected": release,
     "rejected": release,

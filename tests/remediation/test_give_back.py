@@ -305,7 +305,7 @@ def test_an_instance_that_is_gone_and_a_scheduler_that_is_not_configured(rig: Ri
     assert say(rig, "reject") == 200
     rig.rounds(2, seconds=1)
     assert rig.case()["state"] == "not_given_back"
-    assert "eks isolated the node" in rig.case()["reason"]
+    assert "eks acted on the node" in rig.case()["reason"]
     rig.provider.members = tuple(m for m in rig.provider.members if m.node_name != NAME)
     rig.rounds(1, seconds=5)
     assert rig.case()["state"] == "closed"

@@ -31,6 +31,11 @@ def built(**sections: dict[str, Any]) -> settings.Config:
         ({"polcy": {}}, "unknown setting polcy"),
         ({"policy": {"setle_seconds": 1}}, "unknown setting policy.setle_seconds"),
         ({"policy": {"mode": "yolo"}}, "policy.mode must be one of"),
+        ({"policy": {"handover_groups": ["w"]}}, "policy.handover_groups holds 'w', which policy.groups does not"),
+        (
+            {"policy": {"groups": ["w"], "handover_groups": ["w"]}, "actions": {"isolate": "slurm"}},
+            "policy.handover_groups needs Kubernetes",
+        ),
         ({"policy": {"per_day": "2"}}, "policy.per_day must be of type int"),
         ({"policy": {"per_day": -1}}, "at least 0"),
         ({"policy": {"per_day": True}}, "must be of type int"),

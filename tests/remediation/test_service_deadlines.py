@@ -39,5 +39,7 @@ def test_no_state_outlives_its_deadline(tmp_path: Path) -> None:
 
 
 def test_a_deadline_leads_to_an_end_and_never_to_an_act() -> None:
-    """No state in which something is done is reached because time ran out."""
-    assert {STATES[state.overdue].kind for state in OPEN} == {"terminal"}
+    """No state in which something is done is reached because time ran out; a person who is asked may not answer."""
+    assert {STATES[state.overdue].kind for state in OPEN} == {"terminal", "waiting"}
+    asked = {state.overdue for state in OPEN if STATES[state.overdue].kind == "waiting"}
+    assert {STATES[STATES[name].overdue].kind for name in asked} == {"terminal"}

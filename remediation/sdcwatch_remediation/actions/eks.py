@@ -80,12 +80,12 @@ class Eks:
         node = read_node(self._client, member)
         pods = [pod for pod in self._pods(member) if not pod.of_node and job not in pod.jobs]
         others = tuple(sorted(f"pod {pod.target}" for pod in pods))
-        return NodeView(others_work=others, cordoned_by=_out(node, mark(case_id)))
+        return NodeView(others_work=others, cordoned_by=out_of_service(node, mark(case_id)))
 
     def next_act(self, member: Member, job: str, case_id: str, done: Sequence[Done]) -> Act | None:
         """Cordon with our taint, evict the job's pods, wait until they are gone: the first that the world lacks."""
         name, ours, node = checked_name(member), mark(case_id), read_node(self._client, member)
-        if other := _out(node, ours):
+        if other := out_of_service(node, ours):
             raise NotOurs(f"{name} is out of service ({other}): left to whoever did it")
         if not _isolated(node, ours):
             if times(done, "cordon", name, "accepted"):
@@ -108,7 +108,7 @@ class Eks:
         node = answered(reply, f"node {name}").body()
         if _annotations(node).get(CASE) != ours:
             return None
-        _same(node, member)
+        same_member(node, member)
         taints = node.get("spec", {}).get("taints", [])
         left = [taint for taint in taints if not _our_taint(taint, ours)]
         spec: dict[str, Any] = {"taints": left or None}
@@ -183,11 +183,16 @@ def read_node(client: EksClient, member: Member) -> dict[str, Any]:
     if reply.status == 404:
         raise NotOurs(f"Kubernetes knows no node of the name {name}; nothing was sent")
     node = answered(reply, f"node {name}").body()
-    _same(node, member)
+    same_member(node, member)
     return node
 
 
-def _same(node: dict[str, Any], member: Member) -> None:
+def same_member(node: dict[str, Any], member: Member) -> None:
+    """Look whether a node is this member by name, instance id, address, group and kind.
+
+    Raises:
+        NotOurs: it is not.
+    """
     meta, labels = node.get("metadata", {}), node.get("metadata", {}).get("labels") or {}
     provider = str(node.get("spec", {}).get("providerID", ""))
     addresses = {a.get("address") for a in node.get("status", {}).get("addresses", []) if a.get("type") == "InternalIP"}
@@ -224,8 +229,8 @@ def _healthy(node: dict[str, Any]) -> bool:
     return bool((node.get("metadata", {}).get("labels") or {}).get(HEALTH, "Schedulable") == "Schedulable")
 
 
-def _out(node: dict[str, Any], ours: str) -> str:
-    """Who but this case took the node out of service; empty: nobody."""
+def out_of_service(node: dict[str, Any], ours: str) -> str:
+    """Return who but this case (its mark: `ours`) took the node out of service; empty: nobody."""
     if not _healthy(node):
         return f"HyperPod: {node['metadata']['labels'][HEALTH]}"[:200]
     marked = _annotations(node).get(CASE, "")

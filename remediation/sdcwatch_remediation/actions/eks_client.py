@@ -75,7 +75,8 @@ class EksClient:
             from kubernetes.client.configuration import Configuration
         except ImportError as error:
             raise ConfigError(
-                f"actions.isolate = 'eks' needs the extra: pip install 'sdcwatch-remediation[eks]' ({error})"
+                "actions.isolate = 'eks' and policy.handover_groups need the extra: "
+                f"pip install 'sdcwatch-remediation[eks]' ({error})"
             ) from error
         settings = Configuration()
         # urllib3 repeats a request three times by default, which a write must never be.

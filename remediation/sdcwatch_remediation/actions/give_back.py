@@ -11,6 +11,7 @@ Its place: `worker` calls these for the states `giving_back` and `not_given_back
 from __future__ import annotations
 
 from sdcwatch_remediation.actions import acts
+from sdcwatch_remediation.actions.handover import NAME
 from sdcwatch_remediation.actions.isolate import hold
 from sdcwatch_remediation.actions.scheduler import Scheduler, SchedulerProblem
 from sdcwatch_remediation.cases import Case
@@ -35,13 +36,14 @@ def give_back(ctx: Context, case: Case) -> Case | None:
         return _end(ctx, case, f"{case.instance_id} is gone: there is no node to give back")
     takers, unknown = _takers(ctx, case)
     if unknown:
-        reason = f"{', '.join(unknown)} isolated the node, and is not configured any more: give it back there"
+        reason = f"{', '.join(unknown)} acted on the node, and is not configured any more: give it back there"
         return ctx.store.move(case, "not_given_back", reason=reason)
     for scheduler in takers:
         if problem := acts.restore(ctx, case, member, scheduler):
             if problem.startswith(acts.GIVEN_UP):
                 return _ask(ctx, case, problem)
             return _wait(ctx, case, problem)
+    ctx.ledger.withdraw(case)
     return _end(ctx, case, _told(ctx, case, takers))
 
 
@@ -59,7 +61,10 @@ def look_again(ctx: Context, case: Case) -> Case | None:
         left = [t for t in takers if t.next_restore(member, case.id, acts.history(ctx, case, t.name)) is not None]
     except SchedulerProblem:
         return None
-    return None if left or unknown else _end(ctx, case, "a person gave the node back")
+    if left or unknown:
+        return None
+    ctx.ledger.withdraw(case)
+    return _end(ctx, case, "a person gave the node back")
 
 
 def _takers(ctx: Context, case: Case) -> tuple[list[Scheduler], list[str]]:
@@ -67,6 +72,10 @@ def _takers(ctx: Context, case: Case) -> tuple[list[Scheduler], list[str]]:
     lines = ctx.store.timeline(case.id)
     asked = sorted({str(line["detail"]["scheduler"]) for line in lines if line["step"] == "act_requested"})
     known = {scheduler.name: scheduler for scheduler in ctx.schedulers}
+    if ctx.handover is not None:
+        known[NAME] = ctx.handover.of(case)
+    # First of all nobody is asked any more to replace the node.
+    asked.sort(key=lambda name: name != NAME)
     return [known[name] for name in asked if name in known], [name for name in asked if name not in known]
 
 
@@ -77,7 +86,7 @@ def _told(ctx: Context, case: Case, takers: list[Scheduler]) -> str:
         for done in acts.history(ctx, case, taker.name)
         if done.name in UNDOES and done.outcome != "refused" and done.at >= case.state_since
     ]
-    if not any(word.startswith(("undrain", "uncordon")) for word in undone):
+    if not any(word.startswith(("undrain", "uncordon", "withdraw")) for word in undone):
         return "nothing of ours is left on the node; whoever has taken it over keeps it"
     return f"given back: {', '.join(undone)}"[:500]
 

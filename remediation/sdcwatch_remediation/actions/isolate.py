@@ -64,10 +64,10 @@ def quarantine(ctx: Context, case: Case) -> Case | None:
 
 
 def _then(ctx: Context, case: Case) -> Case:
-    mode = ctx.mode("replace", case)
+    mode, road = ctx.mode("replace", case), ctx.road(case)
     how = "quarantined" if case.quarantined_at else "quarantine not confirmed; replacing stops the node all the same"
-    if mode == "auto" or (mode == "approve" and case.approved and "replace" in json.loads(case.request)):
-        return ctx.store.move(case, "replacing", reason=how)
+    if mode == "auto" or (mode == "approve" and case.approved and road in json.loads(case.request)):
+        return ctx.store.move(case, "handing_over" if road == "handover" else "replacing", reason=how)
     request = ctx.request_of(case, case.event_id, "replace")
     to = "awaiting_approval" if mode == "approve" else "recommended"
     return ctx.store.move(case, to, reason=how, detail={"request": request}, request=request)

@@ -80,7 +80,9 @@ def ask(ctx: Context, case: Case, decision: Decision) -> Case:
     """Ask a person first, although the mode would not: the node stays quarantined until somebody answers."""
     request = ctx.request_of(case, case.event_id, "replace")
     detail = {"request": request}
-    return ctx.ledger.leave(
+    # A reserved handover is no reason to stay: what it asked for shows on the node, and can be taken back.
+    move = ctx.ledger.leave if case.state == "replacing" else ctx.store.move
+    return move(
         case, "awaiting_approval", reason=decision.reason, detail=detail, request=request, gates=gates_json(decision)
     )
 

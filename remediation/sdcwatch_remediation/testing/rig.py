@@ -19,13 +19,14 @@ from sdcwatch_remediation.app import case_view, make_app
 from sdcwatch_remediation.config import check
 from sdcwatch_remediation.records import Member
 from sdcwatch_remediation.service import Service
-from sdcwatch_remediation.settings import Agents, Cluster, Config, Database, Policy, Server, Worker
+from sdcwatch_remediation.settings import Actions, Agents, Cluster, Config, Database, Policy, Server, Worker
 from sdcwatch_remediation.store import AuditLine
 from sdcwatch_remediation.testing.agents import EVENTS_TOKEN, LATCH_TOKEN, FakeAgents
 from sdcwatch_remediation.testing.events import alert, delivery, event_line
 from sdcwatch_remediation.testing.provider import FakeProvider
 
 START = 1_800_000_000.0
+NO_ACTIONS = Actions()
 
 
 class Clock:
@@ -106,7 +107,9 @@ class Rig:
 
 
 @contextmanager
-def make_rig(folder: Path, members: tuple[Member, ...], **policy: Any) -> Iterator[Rig]:
+def make_rig(
+    folder: Path, members: tuple[Member, ...], *, actions: Actions = NO_ACTIONS, **policy: Any
+) -> Iterator[Rig]:
     """Build a rig in a folder; `policy` are settings of `[policy]` (defaults: auto, first, no settle time)."""
     for name in ("alerts", "cases", "approve", "admin"):
         (folder / f"{name}.token").write_text(f"{name}-token\n")
@@ -137,6 +140,7 @@ def make_rig(folder: Path, members: tuple[Member, ...], **policy: Any) -> Iterat
                 timeout_seconds=2.0,
             ),
             policy=Policy(**settings),
+            actions=actions,
             worker=Worker(poll_seconds=1.0),
         )
         rig = Rig(check(config), FakeProvider(members), agents, Clock())

@@ -249,6 +249,8 @@ def _silence(case: Case) -> str:
     stays = "the node stays quarantined, and is not replaced" if case.quarantined_at else "the node is not touched"
     if case.state == "not_given_back":
         return f"The node stays with whoever has it now. If nobody gives it back {when}, the case is {state.overdue}."
+    if case.state == "handed_over":
+        return f"Its owner replaces the node. If no other instance runs in its place {when}, a person is asked."
     if state.kind == "waiting":
         return f"If nobody answers {when}, the case is {state.overdue}: {stays}."
     return f"The service goes on by itself. If it cannot end this state {when}, the case is {state.overdue}."
