@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import socket
 import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -27,6 +28,11 @@ class _Agents(ThreadingHTTPServer):
     daemon_threads = True
     request_queue_size = 512
     texts: Sequence[bytes] = ()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Says nothing of connections that Prometheus resets when it ends; anything else is an error as ever."""
+        if not isinstance(sys.exception(), ConnectionError):
+            super().handle_error(request, client_address)
 
 
 class _Answer(BaseHTTPRequestHandler):
