@@ -25,6 +25,11 @@ def test_this_machine_passes_every_check_with_known_answers() -> None:
     assert {
         "known_answer_float32",
         "known_answer_bfloat16",
+        "recorded_float32",
+        "recorded_bfloat16",
+        "recorded_float16",
+        "recorded_float64",
+        "recorded_training",
         "repeat_matmul",
         "training_step",
         "memory_pattern",
@@ -44,7 +49,8 @@ def test_one_wrong_bit_in_one_entry_fails() -> None:
     report = preflight.judge(seconds=0.1, devices=["cpu"], matmul=bad)
     assert report.outcome == "fail"
     failed = {c.check: c.detail for c in report.devices[0].checks if c.outcome == "fail"}
-    assert set(failed) == {c for c in (r.check for r in report.devices[0].checks) if c.startswith("known_answer")}
+    products = {c.check for c in report.devices[0].checks if c.check.startswith(("known_answer", "recorded"))}
+    assert set(failed) == products - {"recorded_training"}
     assert "[7,11]" in failed["known_answer_float32"]
 
 

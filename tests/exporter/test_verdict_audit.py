@@ -71,6 +71,7 @@ def test_a_lost_row_stops_the_audit() -> None:
     [
         ({"batch_received": {1: 1}}, "batch"),
         ({"batch_unchanged": {1: 0}}, "batch"),
+        ({"batch_sent": {1: None}, "batch_received": {2: None}}, "batch"),
         ({"weights_now": {1: 4}}, "undefined"),
         ({"error": {1: 1}}, "error"),
     ],

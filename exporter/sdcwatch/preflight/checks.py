@@ -2,14 +2,18 @@
 
 Known answers are products of integer-valued matrices whose every partial sum is exact in the type that holds it, so any
 order of summation, any accumulator and TF32 give the same bits. Comparisons are of integer views, never of floats.
-Imported only after torch. Flow: **checks** -> command.
+Each dtype is held against this host's whole numbers, with fresh inputs every round, and against the answers that stand
+in `recorded`. Imported only after torch. Flow: recorded -> **checks** -> command.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import TYPE_CHECKING
+
+from sdcwatch.preflight import recorded
 
 if TYPE_CHECKING:
     import torch
@@ -30,9 +34,11 @@ def plan(torch: ModuleType, device: torch.device, matmul: Matmul) -> dict[str, R
     checks: dict[str, Rounds] = {}
     for name in _EXACT:
         if _supported(torch, device, name):
-            checks[f"known_answer_{name}"] = lambda name=name: known_answer(torch, device, matmul, name)  # type: ignore[misc]
+            checks[f"known_answer_{name}"] = functools.partial(known_answer, torch, device, matmul, name)
+            checks[f"recorded_{name}"] = functools.partial(recorded.product, torch, device, matmul, name)
     checks["known_answer_mantissa"] = lambda: full_mantissa(torch, device, matmul)
     checks["repeat_matmul"] = lambda: repeat_matmul(torch, device, matmul)
+    checks["recorded_training"] = lambda: recorded.training(torch, device)
     checks["training_step"] = lambda: training_step(torch, device)
     checks["memory_pattern"] = lambda: memory_pattern(torch, device)
     return checks
@@ -73,12 +79,8 @@ def full_mantissa(torch: ModuleType, device: torch.device, matmul: Matmul) -> It
         power = torch.randint(0, 16, (_SIZE,), generator=generator)
         right = torch.zeros(_SIZE, _SIZE, dtype=torch.int64)
         right[order, torch.arange(_SIZE)] = 1 << power
-        allowed = torch.backends.cuda.matmul.allow_tf32
-        torch.backends.cuda.matmul.allow_tf32 = False  # TF32 keeps 10 bits: right for it, wrong for this question
-        try:
+        with recorded.full_precision(torch):
             result = matmul(left.to(device, torch.float32), right.to(device, torch.float32))
-        finally:
-            torch.backends.cuda.matmul.allow_tf32 = allowed
         yield _differs(torch, result.cpu().to(torch.float64), (left @ right).to(torch.float64), "fp32 matmul")
 
 

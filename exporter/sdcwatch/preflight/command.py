@@ -1,10 +1,10 @@
 """`sdcwatch preflight`: can this machine's devices still calculate?
 
-Judges the host's CPU and each CUDA device by answers that are known exactly, by repeating work bit for bit, by a small
-deterministic training step, and by memory patterns. It accuses only what it can prove: an error, an unsupported type
-or a crash of its own is "could not judge", never a failure. A pass proves little against a rare fault; a failure
-proves much. It never joins a process group and never touches a training job's files. torch is imported when a run
-begins, not before.
+Judges the host's CPU and each CUDA device by answers that are known exactly or stand in the source, by repeating work
+bit for bit, by a small deterministic training step, and by memory patterns. It accuses only what it can prove: an
+error, an unsupported type or a crash of its own is "could not judge", never a failure. A pass proves little against a
+rare fault; a failure proves much. It never joins a process group and never touches a training job's files. torch is
+imported when a run begins, not before.
 Flow: **preflight** -> `sdcwatch run`, remediation's evidence.
 """
 
@@ -31,6 +31,16 @@ Outcome = Literal["pass", "fail", "unknown"]
 #: Exit status of each outcome (docs/contracts.md).
 STATUS: dict[str, int] = {"pass": 0, "fail": 1, "unknown": 3}
 DEFAULT_SECONDS = 10.0
+#: Switches of libraries that would make fp32 or fp64 products coarser, as they stand on some images: right for
+#: training, and here they would make a healthy machine look wrong. Libraries read them when torch is first used.
+PLAIN_ARITHMETIC = {
+    "ONEDNN_DEFAULT_FPMATH_MODE": "STRICT",
+    "DNNL_DEFAULT_FPMATH_MODE": "STRICT",
+    "NVIDIA_TF32_OVERRIDE": "0",
+    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "0",
+    "CUBLAS_EMULATE_SINGLE_PRECISION": "0",
+    "CUBLAS_EMULATE_DOUBLE_PRECISION": "0",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +97,7 @@ def main(arguments: argparse.Namespace) -> int:
     if not (math.isfinite(arguments.seconds) and arguments.seconds > 0):
         raise ConfigurationError("--seconds must be a number above 0")
     started = time.monotonic()
+    os.environ.update(PLAIN_ARITHMETIC)
     try:
         report = judge(seconds=arguments.seconds, devices=arguments.device)
     except ConfigurationError:
