@@ -2,10 +2,11 @@
 
 CPU tensors are hashed in place by XXH3 (64 bits, about the speed of memory); a large one in fixed pieces, by as many
 threads as torch uses, so the number never depends on how many there are. Tensors of a device are hashed there by
-`fingerprint_device`, and one host read brings all of their digests. Both ends of a comparison always run on the same
-kind of device (the environment digest says so), so the two forms never meet. Two different contents collide with
-probability 2^-64 (XXH3, not against an adversary), or 2^-63 in the device form. Each tensor's length is hashed before
-its bytes, so a byte never counts for its neighbour in the sequence.
+`fingerprint_device`, and their digests are hashed once more into one, which stays there until somebody reads it: a
+checked step reads a row, not its fingerprints. Both ends of a comparison always run on the same kind of device (the
+environment digest says so), so the two forms never meet. Two different contents collide with probability 2^-64 (XXH3,
+not against an adversary), or 2^-62 in the device form. Each tensor's length is hashed before its bytes, so a byte never
+counts for its neighbour in the sequence.
 
 Never copies a contiguous tensor, never compares floats (NaN bits and signed zeros count), never raises for odd dtypes:
 tensors without a run of bytes (sparse, meta, wrapper subclasses, freed storage) are skipped and the caller counts
@@ -16,19 +17,22 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import xxhash
 
-from sdcwatch.fingerprint_device import device_digest, device_digests, raw
+from sdcwatch.fingerprint_device import device_digest, device_digests, joined, raw
 from sdcwatch.shards import local
 
 #: The form of the numbers; it changes whenever equal bytes would give another one.
-FORM = "xxh3-4MiB-1,nh-tiles-1"
+FORM = "xxh3-4MiB-1,nh-tiles-2"
+
+#: A uint64 that the host knows, or one that still lies on a device: the same 64 bits, as a 0-d int64 tensor.
+Digest: TypeAlias = int | torch.Tensor
 
 _PIECE = 4 << 20
 #: More threads than this no memory of one socket keeps busy.
@@ -37,7 +41,10 @@ _MASK = (1 << 64) - 1
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _NONE, _SKIP, _DEVICE = b"\x00none", b"\x00skip", b"\x00device"
 
-__all__ = ["FORM", "can_fingerprint", "combine", "device_digest", "digest_bytes", "fingerprint"]
+__all__ = [
+    "FORM", "Digest", "can_fingerprint", "combine", "combine_unread", "device_digest", "digest_bytes", "fingerprint",
+    "on_host", "read_digests", "unread_fingerprint",
+]  # fmt: skip
 
 _pool: tuple[int, int, ThreadPoolExecutor] | None = None
 
@@ -52,14 +59,24 @@ def can_fingerprint(tensor: torch.Tensor) -> bool:
         return False
 
 
+def on_host(tensor: torch.Tensor) -> bool:
+    """Whether the host may look at a tensor's memory without waiting for a device."""
+    return tensor.is_cpu
+
+
 def fingerprint(tensors: Iterable[torch.Tensor | None]) -> int:
+    """`unread_fingerprint`, read: 0 <= n < 2**64, and one host read where there are tensors of a device."""
+    return read_digests({0: unread_fingerprint(tensors)})[0]
+
+
+def unread_fingerprint(tensors: Iterable[torch.Tensor | None]) -> Digest:
     """One uint64 over a sequence of tensors, in order; None (no gradient) counts as a value of its own.
 
     Args:
         tensors: any dtype, shape and device; mixed devices are allowed.
 
     Returns:
-        0 <= n < 2**64. At most one host read for all device tensors together.
+        A number where all tensors lie in host memory; else it lies on the first device, and nothing was read from one.
     """
     hasher = xxhash.xxh3_64()
     pending: list[torch.Tensor] = []
@@ -69,15 +86,21 @@ def fingerprint(tensors: Iterable[torch.Tensor | None]) -> int:
             hasher.update(_NONE)
         elif not can_fingerprint(tensor):
             hasher.update(_SKIP)
-        elif tensor.is_cpu:
+        elif on_host(tensor):
             _update(hasher, tensor)
         else:
             hasher.update(_DEVICE + tensor.nbytes.to_bytes(8, "little"))
             pending.append(tensor)
-    if pending:
-        for value in device_digests(pending).tolist():
-            hasher.update((value & _MASK).to_bytes(8, "little"))
-    return hasher.intdigest()
+    return joined(device_digests(pending), hasher.intdigest()) if pending else hasher.intdigest()
+
+
+def read_digests(digests: Mapping[int, Digest]) -> dict[int, int]:
+    """Digests as numbers, by the same keys; one host read for all that lie on a device."""
+    unread = [digest for digest in digests.values() if isinstance(digest, torch.Tensor)]
+    numbers = iter(torch.stack([d.to(unread[0].device) for d in unread]).tolist() if unread else ())
+    return {
+        key: next(numbers) & _MASK if isinstance(digest, torch.Tensor) else digest for key, digest in digests.items()
+    }
 
 
 def digest_bytes(data: bytes) -> int:
@@ -88,6 +111,13 @@ def digest_bytes(data: bytes) -> int:
 def combine(digests: Iterable[int]) -> int:
     """One uint64 over a sequence of uint64 digests, order-sensitive."""
     return xxhash.xxh3_64_intdigest(b"".join((d & _MASK).to_bytes(8, "little") for d in digests))
+
+
+def combine_unread(digests: Sequence[Digest]) -> Digest:
+    """`combine` for digests some of which may lie on a device: then so does the answer."""
+    unread = [digest for digest in digests if isinstance(digest, torch.Tensor)]
+    known = combine([0 if isinstance(digest, torch.Tensor) else digest for digest in digests])
+    return joined(torch.stack([d.to(unread[0].device) for d in unread]), known) if unread else known
 
 
 def _update(hasher: xxhash.xxh3_64, tensor: torch.Tensor) -> None:

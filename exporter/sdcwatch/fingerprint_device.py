@@ -64,6 +64,19 @@ def device_digests(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.stack([tile_digests(value).sum() for value in values])
 
 
+def joined(digests: torch.Tensor, known: int) -> torch.Tensor:
+    """One digest over several and their order.
+
+    Args:
+        digests: (n,) int64.
+        known: a uint64 that the host knows of what they stand for.
+
+    Returns:
+        0-d int64 on the device of `digests`; nothing was read to the host.
+    """
+    return mixed(device_digests([digests])[0] + (known - (1 << 64) if known >> 63 else known))
+
+
 def tile_digests(value: torch.Tensor) -> torch.Tensor:
     """The digests of one contiguous tensor's tiles, with torch operations: (tiles,) int64."""
     data = value.view(-1).view(torch.uint8) if value.numel() else value.new_empty(0, dtype=torch.uint8)

@@ -35,7 +35,8 @@ def measured(gradients: list[torch.Tensor], reduced: list[torch.Tensor], *, coun
         found.local(index, gradient)
     for parameter, value in zip(parameters, reduced, strict=True):
         parameter.grad = value
-    return found.fields({i: torch.linalg.vector_norm(g) for i, g in enumerate(gradients)})
+    fields = found.fields({i: torch.linalg.vector_norm(g) for i, g in enumerate(gradients)})
+    return {name: value.item() if isinstance(value, torch.Tensor) else value for name, value in fields.items()}
 
 
 def excess(gradient: torch.Tensor, reduced: torch.Tensor, count: int = 0) -> float:
@@ -151,7 +152,7 @@ def rounding(rank: int, size: int, dtype: torch.dtype) -> tuple[float, int]:
             found.local(0, gradient)
             parameter.grad = gradient * (1.0 / size)  # as DDP does it
             dist.all_reduce(parameter.grad)
-            fields = found.fields({0: torch.linalg.vector_norm(gradient.float())})
+            fields = {k: float(v) for k, v in found.fields({0: torch.linalg.vector_norm(gradient.float())}).items()}
             mean = torch.tensor([fields["local_sum_0"], fields["reduce_noise_0"]], dtype=torch.float64)
             dist.all_reduce(mean)
             average, unit = (mean / size).tolist()

@@ -268,7 +268,6 @@ def test_a_rank_that_misreads_its_rows_cannot_split_the_group(ranks: Any, tmp_pa
         import dataclasses
 
         from sdcwatch import CorruptionDetected
-        from sdcwatch.observation import Row
 
         monitor = make(on_fault="halt", replay_every=0)
         exchange = monitor._epoch.exchange
@@ -276,7 +275,7 @@ def test_a_rank_that_misreads_its_rows_cannot_split_the_group(ranks: Any, tmp_pa
 
         def misread(row: Any) -> Any:
             rows = list(healthy(row))
-            if rank == 1 and isinstance(row, Row) and row.step == 3:
+            if rank == 1 and row.row.step == 3:
                 rows[2] = dataclasses.replace(rows[2], reduced=12345)
             return rows
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from sdcwatch.checks.gradients import stacked
 from sdcwatch.observation import CONSERVATION_GROUPS, SkipReason
 
 _CHUNKS = {"cpu": 1 << 15, "other": 1 << 22}
@@ -56,6 +57,7 @@ class Conservation:
         self._weights: dict[torch.device, torch.Tensor] = {}
         self._buffers: dict[torch.device, torch.Tensor] = {}
         self._factors: dict[int, torch.Tensor] = {}
+        self._rounding: tuple[Any, torch.Tensor] | None = None
 
     def begin(self, count: int, *, due: bool, followed: bool = False) -> None:
         """From the first hook of a reducing backward.
@@ -94,7 +96,7 @@ class Conservation:
         self.hook_seconds += time.perf_counter() - begin
 
     def fields(self, norms: Mapping[int, torch.Tensor]) -> dict[str, Any]:
-        """The row's fields, at the end of the backward; none where the check was not due.
+        """The row's fields, at the end of the backward, sums as 0-d tensors; none where the check was not due.
 
         Args:
             norms: L2 norm of each local gradient by parameter index.
@@ -105,16 +107,19 @@ class Conservation:
         if reason is not None:
             return {"conservation": SkipReason.code(reason)}
         reduced = {i: self._checksum(i, p.grad) for i, p in enumerate(self._parameters) if p.grad is not None}
-        local, after, sizes = _numbers(self._local, reduced, norms)
-        noise = {i: self._noise(self._parameters[i], size) for i, size in sizes.items() if i in local}
+        seen = [i for i in sorted(self._local) if i in norms]
         found: dict[str, Any] = {"conservation": 1, "gradient_edits": self._edits()}
-        for name, values, add in (
-            ("local_sum", local, sum),
-            ("reduced_sum", after, sum),
-            ("reduce_noise", noise, _root_of_squares),
+        for name, indices, values in (
+            ("local_sum", sorted(self._local), [self._local[i] for i in sorted(self._local)]),
+            ("reduced_sum", list(reduced), list(reduced.values())),
+            ("reduce_noise", seen, [norms[i] for i in seen]),
         ):
-            for group, part in enumerate(self._by_group(values)):
-                found[f"{name}_{group}"] = float(add(part))
+            column = stacked(values) if values else self._nothing()
+            if name == "reduce_noise":
+                sums = [part.square().sum().sqrt() for part in self._by_group(seen, self._noise(seen, column))]
+            else:
+                sums = [part.sum() for part in self._by_group(indices, column)]
+            found |= {f"{name}_{group}": value for group, value in enumerate(sums)}
         return found
 
     def _unseen(self) -> str | None:
@@ -139,23 +144,37 @@ class Conservation:
             furthest = max(furthest, now[1] - version if now[0] == pointer else _REPLACED)
         return furthest
 
-    def _by_group(self, values: Mapping[int, float]) -> list[list[float]]:
-        """Parameters next to each other share a group: their gradients are of a size."""
-        groups: list[list[float]] = [[] for _ in range(CONSERVATION_GROUPS)]
-        for index, value in values.items():
-            groups[index * CONSERVATION_GROUPS // len(self._parameters)].append(value)
-        return groups
+    def _nothing(self) -> torch.Tensor:
+        return torch.zeros(0, dtype=torch.float64, device=self._parameters[0].device)
 
-    def _noise(self, parameter: torch.nn.Parameter, norm: float) -> float:
-        """What rounding may do to one parameter's weighted sum: the L2 norm of its errors, from this rank's share."""
-        gradient = parameter.grad
-        dtype = (gradient if gradient is not None else parameter).dtype
+    def _by_group(self, indices: Sequence[int], values: torch.Tensor) -> Sequence[torch.Tensor]:
+        """Values of parameters, by index, in order. Neighbours share a group: their gradients are of a size."""
+        sizes = [0] * CONSERVATION_GROUPS
+        for index in indices:
+            sizes[index * CONSERVATION_GROUPS // len(self._parameters)] += 1
+        parts: Sequence[torch.Tensor] = torch.split(values, sizes)
+        return parts
+
+    def _noise(self, indices: Sequence[int], norms: torch.Tensor) -> torch.Tensor:
+        """What rounding may do to parameters' weighted sums: L2 norms of their errors, from this rank's share."""
+        gradients = [(self._parameters[i], self._parameters[i].grad) for i in indices]
+        dtypes = tuple((p if grad is None else grad).dtype for p, grad in gradients)
+        key = (tuple(indices), dtypes, norms.device)
+        if self._rounding is None or self._rounding[0] != key:
+            pairs = [self._roundings(p.numel(), dtype) for (p, _), dtype in zip(gradients, dtypes, strict=True)]
+            table = torch.tensor(pairs, dtype=torch.float64).view(-1, 2).to(norms.device)
+            self._rounding = (key, table)
+        table = self._rounding[1]
+        return table[:, 0] * norms + table[:, 1]
+
+    def _roundings(self, elements: int, dtype: torch.dtype) -> tuple[float, float]:
+        """How the error of one parameter's sum grows with the norm of its gradient, and what it is without one."""
         info = torch.finfo(dtype)
         unit = max(info.eps / 2, _SUMMING)
         roundings = self._size + 1  # 1/W itself, the product with it, and W - 1 sums
         steps = roundings if roundings * unit > _COHERENT else math.sqrt(roundings)
         smallest = info.smallest_normal if dtype is not torch.float16 else info.smallest_normal * info.eps
-        return steps * unit * norm + roundings * smallest * math.sqrt(parameter.numel())
+        return steps * unit, roundings * smallest * math.sqrt(elements)
 
     def _checksum(self, index: int, gradient: torch.Tensor) -> torch.Tensor:
         """The weighted sum of one gradient in float64, 0-d, on the gradient's device."""
@@ -206,16 +225,3 @@ def weights(count: int, seed: int) -> torch.Tensor:
     magnitude = 0.5 + 0.5 * torch.rand(count, dtype=torch.float64, generator=generator)
     sign = torch.randint(0, 2, (count,), generator=generator) * 2 - 1
     return magnitude * sign
-
-
-def _numbers(*columns: Mapping[int, torch.Tensor]) -> list[dict[int, float]]:
-    """Several columns of 0-d tensors as floats, with one host read for all of them."""
-    flat = [tensor for column in columns for tensor in column.values()]
-    if not flat:
-        return [{} for _ in columns]
-    values = iter(torch.stack([t.to(flat[0].device, torch.float64) for t in flat]).tolist())
-    return [{index: next(values) for index in column} for column in columns]
-
-
-def _root_of_squares(values: Sequence[float]) -> float:
-    return math.sqrt(sum(value * value for value in values))

@@ -7,14 +7,13 @@ the L2 norm always and the fingerprint on audit steps. It never writes to a grad
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from sdcwatch.fingerprint import fingerprint
+from sdcwatch.fingerprint import Digest, on_host, read_digests, unread_fingerprint
 from sdcwatch.shards import local
 
 _HALF = (torch.float16, torch.bfloat16)
@@ -47,7 +46,7 @@ class LocalGradients:
         self._further = further
         self._failure: Exception | None = None
         self._norms: dict[int, torch.Tensor] = {}
-        self._digests: dict[int, int] = {}
+        self._digests: dict[int, Digest] = {}
         self._handles: list[RemovableHandle] = []
         self.due = self.audited = False
         self.seconds = 0.0
@@ -74,7 +73,7 @@ class LocalGradients:
         self._norms[index] = norm(gradient)
         self.seconds += time.perf_counter() - begin
         if self.audited:
-            self._digests[index] = fingerprint([gradient])
+            self._digests[index] = unread_fingerprint([gradient])
         if self._further is not None:
             self._further(index, gradient)
 
@@ -96,18 +95,15 @@ class LocalGradients:
             raise self._failure
         return self._norms
 
-    def norm(self) -> float:
-        """L2 norm over all parameters seen, in float64; NaN or Inf where the gradient (or its square) is."""
+    def norm(self) -> float | torch.Tensor:
+        """L2 norm over all parameters seen, 0-d float64; NaN or Inf where the gradient (or its square) is."""
         if not self.norms():
             return 0.0
-        norms = list(self.norms().values())
-        # a model may lie on several devices
-        values = torch.stack([n.to(norms[0].device, torch.float64) for n in norms])
-        return float(values.square().sum().sqrt())
+        return stacked(list(self.norms().values())).square().sum().sqrt()
 
     def digests(self) -> dict[int, int]:
         """Fingerprint of each parameter's local gradient, by parameter index (audit steps only)."""
-        return dict(self._digests)
+        return read_digests(self._digests)
 
     def followed(self) -> bool:
         """Whether a hook that came later sees (and may change) a gradient between our look and DDP's."""
@@ -137,11 +133,20 @@ def norm(gradient: torch.Tensor) -> torch.Tensor:
     return result
 
 
-def reduced(parameters: Sequence[torch.nn.Parameter]) -> tuple[int, bool]:
-    """Fingerprint of the reduced gradients, and whether they hold Inf or NaN.
+def stacked(values: Sequence[torch.Tensor]) -> torch.Tensor:
+    """0-d tensors of any float types and devices (a model may lie on several) as one (n,) float64 tensor."""
+    device, dtype = values[0].device, values[0].dtype
+    if any(value.dtype != dtype or value.device != device for value in values):
+        return torch.stack([value.to(device, torch.float64) for value in values])
+    return torch.stack(list(values)).to(torch.float64)  # one conversion, not one a value
 
-    Sums are a cheap first look, taken just before the same memory is hashed, so that it comes out of a cache: only
-    where one is not finite are the elements asked.
+
+def reduced(parameters: Sequence[torch.nn.Parameter]) -> tuple[Digest, int | torch.Tensor]:
+    """Fingerprint of the reduced gradients, and 1 where they hold Inf or NaN, else 0; nothing is read from a device.
+
+    Sums are a cheap first look, taken just before the same memory is hashed, so that it comes out of a cache. In host
+    memory they are of float32, and only where one is not finite are the elements asked. Nobody can ask so on a device
+    without waiting for it, and there sums are of float64, which finite elements of fewer bits never fill.
     """
     gradients = [None if p.grad is None else local(p.grad) for p in parameters]
     values: list[torch.Tensor] = []
@@ -151,13 +156,26 @@ def reduced(parameters: Sequence[torch.nn.Parameter]) -> tuple[int, bool]:
         for gradient in gradients:
             if gradient is not None and gradient.layout in (torch.strided, torch.sparse_coo):
                 values.append(_real(gradient.detach()))
-                sums.append(values[-1].sum(dtype=torch.float32))
+                sums.append(_witness(values[-1]))
             yield gradient
 
-    digest = fingerprint(looked_at())
-    suspicious = bool(sums) and not math.isfinite(float(torch.stack([s.to(sums[0].device) for s in sums]).sum()))
-    nonfinite = suspicious and any(not bool(torch.isfinite(v).all()) for v in values)
-    return digest, nonfinite
+    digest = unread_fingerprint(looked_at())
+    if not sums:
+        return digest, 0
+    if not all(map(on_host, sums)):
+        return digest, (~torch.isfinite(stacked(sums)).all()).long()
+    suspicious = not bool(torch.isfinite(torch.stack(sums).sum()))
+    return digest, int(suspicious and any(not bool(torch.isfinite(v).all()) for v in values))
+
+
+def _witness(value: torch.Tensor) -> torch.Tensor:
+    """A 0-d tensor that is not finite where an element is not; on a device, only there."""
+    if on_host(value):
+        return value.sum(dtype=torch.float32)
+    if value.dtype is torch.float64 and value.numel():
+        largest: torch.Tensor = torch.linalg.vector_norm(value, float("inf"))
+        return largest
+    return value.sum(dtype=torch.float64)
 
 
 def _real(gradient: torch.Tensor) -> torch.Tensor:

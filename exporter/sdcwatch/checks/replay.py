@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from sdcwatch.checks.module_state import ModuleState
-from sdcwatch.fingerprint import combine, digest_bytes, fingerprint
+from sdcwatch.fingerprint import Digest, combine, digest_bytes, fingerprint, read_digests, unread_fingerprint
 
 LossFunction = Callable[[torch.nn.Module, Any], torch.Tensor]
 
@@ -192,7 +192,7 @@ class _Gradients:
         self._parameters = parameters
         self._based = based
         self._total: list[torch.Tensor | None] = [None] * len(parameters)
-        self._digests: dict[int, int] = {}
+        self._digests: dict[int, Digest] = {}
 
     @contextlib.contextmanager
     def watched(self, *, last: bool) -> Iterator[None]:
@@ -209,7 +209,7 @@ class _Gradients:
         def take(gradient: torch.Tensor) -> torch.Tensor:
             with torch.no_grad():
                 if last and self._total[index] is None and not self._based:
-                    self._digests[index] = fingerprint([gradient])
+                    self._digests[index] = unread_fingerprint([gradient])
                 else:
                     self._total[index] = _accumulate(self._total[index], gradient, based=self._based)
                     if last:
@@ -222,13 +222,13 @@ class _Gradients:
     def _finish(self, index: int) -> None:
         total, self._total[index] = self._total[index], None
         if total is not None:
-            self._digests[index] = fingerprint([total])
+            self._digests[index] = unread_fingerprint([total])
 
     def digests(self) -> dict[int, int]:
         """Fingerprint of each parameter's gradient, by index; parameters that had none are absent."""
         for index in range(len(self._total)):
             self._finish(index)  # a parameter that the last micro-batch did not use
-        return dict(self._digests)
+        return read_digests(self._digests)
 
 
 def combine_digests(digests: dict[int, int]) -> int:

@@ -19,19 +19,19 @@ import torch
 import torch.distributed as dist
 from torch.utils.hooks import RemovableHandle
 
-from sdcwatch.fingerprint import can_fingerprint, digest_bytes, fingerprint
+from sdcwatch.fingerprint import Digest, can_fingerprint, combine_unread, digest_bytes, fingerprint, unread_fingerprint
 from sdcwatch.shards import local
 
 
 @dataclass(frozen=True, slots=True)
 class StepBegin:
-    """What this rank held as `optimizer.step` began. Digests are uint64; versions are sums of version counters."""
+    """What this rank held as `optimizer.step` began. Versions are sums of version counters."""
 
-    gradient: int
-    weights: int
-    state: int | None
+    gradient: Digest
+    weights: Digest
+    state: Digest | None
     versions: int
-    hyperparameters: int
+    hyperparameters: Digest
     rng: int
 
 
@@ -45,8 +45,8 @@ class StepMeasure:
 
     step: int
     begin: StepBegin
-    weights_end: int
-    state_end: int | None
+    weights_end: Digest
+    state_end: Digest | None
     versions_end: int
     drew: int  # digest of the random state that the step drew from, 0 where it drew nothing
 
@@ -97,8 +97,8 @@ class OptimizerWatch:
     def _measure_begin(self) -> None:
         self._issued = collectives_issued()
         self._begin = StepBegin(
-            gradient=fingerprint(p.grad for p in self.parameters),
-            weights=fingerprint(self.parameters),
+            gradient=unread_fingerprint(p.grad for p in self.parameters),
+            weights=unread_fingerprint(self.parameters),
             state=state_fingerprint(self.optimizer, self.parameters),
             versions=versions(self.parameters),
             hyperparameters=hyperparameters_digest(self.optimizer),
@@ -119,7 +119,7 @@ class OptimizerWatch:
         self.newest = StepMeasure(
             step=self._current_step(),
             begin=begin if alone else dataclasses.replace(begin, state=None),
-            weights_end=fingerprint(self.parameters),
+            weights_end=unread_fingerprint(self.parameters),
             state_end=state_fingerprint(self.optimizer, self.parameters) if alone else None,
             versions_end=versions(self.parameters),
             drew=begin.rng if _rng_digest() != begin.rng else 0,
@@ -169,16 +169,18 @@ def state_tensors(
             yield from _tensors(entry[key])
 
 
-def state_fingerprint(optimizer: torch.optim.Optimizer, parameters: Sequence[torch.nn.Parameter]) -> int:
+def state_fingerprint(optimizer: torch.optim.Optimizer, parameters: Sequence[torch.nn.Parameter]) -> Digest:
     """One uint64 over the optimizer's state: tensors by their bytes, numbers by their exact text."""
     numbers: list[str] = []
     for parameter in parameters:
         entry = optimizer.state.get(parameter) or {}
         numbers.extend(
-            f"{key}={_exact(entry[key])}" for key in sorted(entry, key=str) if not isinstance(entry[key], torch.Tensor)
+            f"{key}={_exact(entry[key], [])}"
+            for key in sorted(entry, key=str)
+            if not isinstance(entry[key], torch.Tensor)
         )
-    tensors = fingerprint(state_tensors(optimizer, parameters))
-    return digest_bytes(f"{tensors};{';'.join(numbers)}".encode())
+    tensors = unread_fingerprint(state_tensors(optimizer, parameters))
+    return combine_unread([tensors, digest_bytes(";".join(numbers).encode())])
 
 
 def covered_bytes(tensors: Iterator[torch.Tensor | None]) -> tuple[int, int]:
@@ -196,13 +198,16 @@ def covered_bytes(tensors: Iterator[torch.Tensor | None]) -> tuple[int, int]:
     return read, missed
 
 
-def hyperparameters_digest(optimizer: torch.optim.Optimizer) -> int:
+def hyperparameters_digest(optimizer: torch.optim.Optimizer) -> Digest:
     """The uint64 of `param_groups` without their parameters: learning rates, betas, flags, in exact form."""
+    single: list[torch.Tensor] = []
     groups = [
-        {key: _exact(value) for key, value in group.items() if key != "params"} | {"count": len(group["params"])}
+        {key: _exact(value, single) for key, value in group.items() if key != "params"}
+        | {"count": len(group["params"])}
         for group in optimizer.param_groups
     ]
-    return digest_bytes(json.dumps(groups, sort_keys=True).encode())
+    text = digest_bytes(json.dumps(groups, sort_keys=True).encode())
+    return combine_unread([text, unread_fingerprint(single)]) if single else text
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
@@ -216,15 +221,18 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
             yield from _tensors(item)
 
 
-def _exact(value: Any) -> str:
+def _exact(value: Any, single: list[torch.Tensor]) -> str:
+    """A value as text; a tensor of one element goes to `single`, so that nothing is read from its device."""
     if isinstance(value, torch.Tensor):
-        return f"tensor{tuple(value.shape)}" if value.numel() > 1 else repr(value.detach().cpu().tolist())
+        if value.numel() <= 1:
+            single.append(value)
+        return f"{value.dtype}{tuple(value.shape)}"
     if isinstance(value, numbers.Real) and not isinstance(value, (bool, int)):
         return float(value).hex()  # numpy's scalars too
     if isinstance(value, dict):
-        return "{" + ",".join(f"{k}:{_exact(value[k])}" for k in sorted(value, key=str)) + "}"
+        return "{" + ",".join(f"{k}:{_exact(value[k], single)}" for k in sorted(value, key=str)) + "}"
     if isinstance(value, (list, tuple)):
-        return "[" + ",".join(map(_exact, value)) + "]"
+        return "[" + ",".join(_exact(item, single) for item in value) + "]"
     if value is None or isinstance(value, (bool, numbers.Integral, str)):
         return repr(value)
     return type(value).__qualname__

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from sdcwatch.checks.weights import state_fingerprint, state_tensors
-from sdcwatch.fingerprint import can_fingerprint, combine, digest_bytes, fingerprint
+from sdcwatch.fingerprint import can_fingerprint, combine, digest_bytes, read_digests, unread_fingerprint
 from sdcwatch.watch.exchange import Exchange
 
 #: Bytes that one broadcast moves: the only extra memory, apart from a copy of a tensor that is not contiguous.
@@ -61,7 +61,8 @@ def overwrite(
     fine = _move(exchange, tensors, buffer, source, exchange.rank in set(targets), trouble)
     held = 0
     try:
-        held = combine([fingerprint(parameters), state_fingerprint(optimizer, parameters)]) >> 1
+        found = (unread_fingerprint(parameters), state_fingerprint(optimizer, parameters))
+        held = combine(read_digests(dict(enumerate(found))).values()) >> 1
     except Exception as error:  # our border
         trouble(error)
         fine = False

@@ -43,6 +43,7 @@ from sdcwatch.watch.audit import Auditor, Outcome
 from sdcwatch.watch.budget import Budget, Cadences, Stretch
 from sdcwatch.watch.clock import Clock
 from sdcwatch.watch.contain import Halt, containing
+from sdcwatch.watch.draft import Draft
 from sdcwatch.watch.exchange import Exchange, last_rows
 from sdcwatch.watch.mend import Mender
 from sdcwatch.watch.prepared import Prepared
@@ -249,9 +250,10 @@ class Epoch:
 
     def _exchange_timed(self, audited: bool) -> None:
         payload = self._audit_payload() if audited else None
-        row = self.own_row(lambda: self.fields.measured() | (self._replayable(payload) if audited else {}))
+        draft = self.own_row(lambda: self.fields.measured() | (self._replayable(payload) if audited else {}))
+        rows = self.exchange.rows(draft)
+        row = draft.row
         self.unhooked.row(row.weights_now)
-        rows = self.exchange.rows(row)
         outcome = self._audit(rows, row, payload) if audited else None
         before = self.histories
         judgement = self.judge_rows(rows, outcome)
@@ -345,7 +347,7 @@ class Epoch:
             return
         rows: list[Row | RowError | None] = []
         try:
-            row = self.own_row(self.fields.state)
+            row = self.own_row(self.fields.state).row
             rank, size = self.exchange.rank, self.exchange.size
             rows = last_rows(row, epoch=self.membership.epoch, rank=rank, size=size, timeout=timeout)
             judgement, histories = self._compare(self.step, rows)
@@ -380,7 +382,7 @@ class Epoch:
             self._settled(checked, verified)
         return events
 
-    def own_row(self, measure: Callable[[], dict[str, Any]]) -> Row:
+    def own_row(self, measure: Callable[[], dict[str, Any]]) -> Draft[Row]:
         fixed: dict[str, Any] = {
             "rank": self.exchange.rank,
             "instance": self.membership.group.instances[self.exchange.rank],
@@ -390,10 +392,10 @@ class Epoch:
             "environment": self._environment,
         }
         try:
-            return Row(**fixed, error=ErrorCode.NONE, **measure())
+            return Draft.of(Row, {**fixed, "error": ErrorCode.NONE, **measure()})
         except Exception as error:  # our border: the row still travels, its numbers are void
             self.reporter.swallow("gradient_checksum", error)
-            return Row(**fixed, error=ErrorCode.CHECK)
+            return Draft(Row(**fixed, error=ErrorCode.CHECK))
 
     def _replayable(self, payload: bytes | None) -> dict[str, Any]:
         return self.fields.replayable(payload, collective=self.auditor.collective, backwards=self.backwards_in_step)

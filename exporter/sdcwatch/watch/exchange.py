@@ -15,8 +15,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from sdcwatch.observation import R, Row, RowError, pack, size_words, unpack
+from sdcwatch.observation import R, Row, RowError, pack, unpack
 from sdcwatch.packed_rows import PackedRows, unpack_rows
+from sdcwatch.watch.draft import Draft, sent
 
 # torch 2.13 renamed it and warns about the old name; older releases only have that one.
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -36,14 +37,20 @@ class Exchange:
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
 
-    def rows(self, row: R) -> PackedRows[R]:
-        """All-gathers one row a rank; the answer is in rank order, damaged ones as `RowError`."""
-        kind: Any = type(row)
-        words = size_words(kind)
-        mine = torch.frombuffer(bytearray(pack(row)), dtype=torch.int64).to(self.device)
-        out = torch.empty(words * self.size, dtype=torch.int64, device=self.device)
-        _all_gather(out, mine, group=self.group)
-        return unpack_rows(kind, to_bytes(out), self.size)
+    def rows(self, row: R | Draft[R]) -> PackedRows[R]:
+        """All-gathers one row a rank; the answer is in rank order, damaged ones as `RowError`.
+
+        One host read brings all rows, and with them what this rank measured on its device: a draft is then settled.
+        """
+        draft = row if isinstance(row, Draft) else Draft(row)
+        mine = draft.words(self.device)
+        out = torch.empty(mine.numel() * (self.size + 1), dtype=torch.int64, device=self.device)
+        out[-mine.numel() :] = mine
+        _all_gather(out[: -mine.numel()], mine, group=self.group)
+        data = to_bytes(out)
+        end = len(data) - 8 * mine.numel()
+        draft.settle(data[end:])
+        return unpack_rows(draft.kind, data[:end], self.size)
 
     def agree(self, code: int, digest: int) -> tuple[bool, int]:
         """`agree_on_most` without numbers beside."""
@@ -60,7 +67,7 @@ class Exchange:
         Returns:
             Whether all ranks concluded the same, the highest code among them, and the highest of each number.
         """
-        value = torch.tensor([code, -code, digest, -digest, *wanted], dtype=torch.int64, device=self.device)
+        value = sent(torch.tensor([code, -code, digest, -digest, *wanted], dtype=torch.int64), self.device)
         dist.all_reduce(value, op=dist.ReduceOp.MAX, group=self.group)
         highest, lowest, top, bottom, *most = value.tolist()
         return highest == -lowest and top == -bottom, highest, tuple(most)

@@ -101,8 +101,8 @@ class Mender:
         if plan.source is not None:
             # What was measured round the newest optimizer step, and replayed, describes values that are gone.
             epoch.optimizer_watch.newest = audit = None
-        row = epoch.own_row(epoch.fields.measured)
-        rows = epoch.exchange.rows(row)
+        draft = epoch.own_row(epoch.fields.measured)
+        rows = epoch.exchange.rows(draft)
         epoch.histories = before
         again = epoch.judge_rows(rows, audit)
         trouble = recheck(again)
@@ -111,7 +111,7 @@ class Mender:
             trouble = "a local gradient is not what it was before: the step cannot be repeated exactly"
         trouble = self.healer.confirm(trouble)
         if not trouble:
-            epoch.report(only_new(again, first), row, rows)
+            epoch.report(only_new(again, first), draft.row, rows)
         return trouble
 
     def _norms(self) -> int | None:

@@ -1,12 +1,12 @@
 """What one rank puts into its row: gradients, parameters, optimizer and user code as they stand at one moment.
 
-It reads and never writes; nothing here is collective, and exceptions are the caller's to turn into an error row. Flow:
-checks -> **row_fields** -> epoch, which sends the row.
+It reads and never writes; nothing here is collective, and exceptions are the caller's to turn into an error row. What
+was measured on a device stays there, as 0-d tensors: the exchange reads it with the rows. Flow: checks ->
+**row_fields** -> epoch, which sends the row.
 """
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,8 +18,7 @@ from sdcwatch.checks.conservation import Conservation
 from sdcwatch.checks.gradients import LocalGradients, reduced
 from sdcwatch.checks.replay import LossFunction, Recorder
 from sdcwatch.checks.weights import OptimizerWatch, hyperparameters_digest, versions
-from sdcwatch.fingerprint import combine as digests_combined
-from sdcwatch.fingerprint import fingerprint
+from sdcwatch.fingerprint import Digest, combine_unread, unread_fingerprint
 from sdcwatch.observation import SkipReason
 from sdcwatch.watch.clock import Clock
 from sdcwatch.watch.replication import ShardedReplicas, Wrapper
@@ -49,9 +48,13 @@ class Watched:
         """The parameters whose gradient a hook sees before the reduce; under `fully_shard` none."""
         return () if isinstance(self.ddp, ShardedReplicas) else self.parameters
 
-    def scale(self) -> float | None:
+    def scale(self) -> float | torch.Tensor | None:
         """The loss scale, where a scaler was passed. Never guessed from gradients: ranks may weight their losses."""
-        return float(self.scaler.get_scale()) if self.scaler is not None and self.scaler.is_enabled() else None
+        if self.scaler is None or not self.scaler.is_enabled():
+            return None
+        # `get_scale` waits for the device; the tensor that it would read is there from the first `scale()` on.
+        unread = getattr(self.scaler, "_scale", None)
+        return unread.detach() if isinstance(unread, torch.Tensor) else float(self.scaler.get_scale())
 
 
 class RowFields:
@@ -82,7 +85,7 @@ class RowFields:
         digest, nonfinite = reduced(self._watched.parameters)
         return {
             "reduced": digest,
-            "reduced_nonfinite": int(nonfinite),
+            "reduced_nonfinite": nonfinite,
             **(self._before_the_reduce() if self._watched.local_gradients else {}),
             **self.state(),
         }
@@ -90,7 +93,8 @@ class RowFields:
     def _before_the_reduce(self) -> dict[str, Any]:
         norm = self._local.norm()
         self._reporter.spent("gradient_norm", self._local.seconds)
-        return {"local_norm": norm, "local_nonfinite": int(not math.isfinite(norm)), **self._conserved()}
+        nonfinite = (~torch.isfinite(norm)).long() if isinstance(norm, torch.Tensor) else 0
+        return {"local_norm": norm, "local_nonfinite": nonfinite, **self._conserved()}
 
     def _conserved(self) -> dict[str, Any]:
         assert self._conservation is not None, "where local gradients are seen, DDP reduces them"
@@ -119,7 +123,7 @@ class RowFields:
             "schema": self._watched.schema,
             "compile_count": _compiled_graphs(),
             "optimizer_steps": self._optimizer_watch.calls,
-            "weights_now": fingerprint(self._watched.parameters),
+            "weights_now": unread_fingerprint(self._watched.parameters),
             "versions_now": versions(self._watched.parameters),
             "unfinished": self._unfinished,
         }
@@ -137,14 +141,14 @@ class RowFields:
             }
         return fields
 
-    def _hyperparameters(self) -> int:
+    def _hyperparameters(self) -> Digest:
         """As the newest step began and as they are now: a change that was undone in between is a sign all the same.
 
         Random numbers that the step drew count with them: ranks whose generators differ then step otherwise by code.
         """
         measure = self._optimizer_watch.newest
         begun = (measure.begin.hyperparameters, measure.drew) if measure is not None else (0, 0)
-        return digests_combined([*begun, hyperparameters_digest(self._watched.optimizer)])
+        return combine_unread([*begun, hyperparameters_digest(self._watched.optimizer)])
 
     def replayable(self, payload: bytes | None, *, collective: bool, backwards: int) -> dict[str, Any]:
         """The fields that say whether this rank can audit this step.

@@ -220,7 +220,7 @@ def test_host_reads_do_not_grow_with_the_model_and_are_none_off_cadence(field: A
     small, large = (field(body, 2, {"net": lambda layers=layers: deep(layers)})[0] for layers in (2, 12))
     print("host reads a step (checked, unchecked, ...): ", small, large)
     assert small[1] == small[3] == large[1] == large[3] == 0
-    assert 0 < large[0] == small[0] <= 6
+    assert large[0] == small[0] == 4  # two of them only in host memory: tests/exporter/test_host_reads.py
 
 
 def test_the_norm_of_a_real_run_is_unsuspected_from_its_first_step(field: Any) -> None:
