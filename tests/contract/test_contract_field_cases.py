@@ -1,4 +1,4 @@
-"""Which test holds which of the known failures of others on the way from a rank to a page; each is still there."""
+"""Which test holds which of the known failures of others, from the training loop to the dashboard: all are there."""
 
 from __future__ import annotations
 
@@ -10,6 +10,106 @@ import pytest
 TESTS = Path(__file__).parents[1]
 #: Number of the case, what it is, and the tests of the whole kind.
 CASES: dict[str, tuple[str, ...]] = {
+    "1 buffers that differ by design": (
+        "exporter/field_cases/test_field_software.py::test_buffers_that_differ_by_design_are_no_mismatch",
+    ),
+    "2 a check inside no_sync": (
+        "exporter/field_cases/test_field_software.py::test_under_no_sync_the_check_waits_for_the_sync_step",
+        "exporter/field_cases/test_field_software.py::test_a_parameter_used_only_in_a_no_sync_micro_step_is_no_mismatch",
+        "exporter/field_cases/test_field_software.py::test_replicas_that_code_parted_are_software",
+        "exporter/field_cases/test_field_software.py::test_a_reduce_that_ddp_did_not_finish_is_its_own_error_and_no_verdict",
+    ),
+    "3 loss scales that drift apart": (
+        "exporter/field_cases/test_field_software.py::test_loss_scales_that_drift_apart_are_named_as_such",
+        "exporter/field_cases/test_field_audits.py::test_a_loss_scale_that_overflows_costs_one_audit_and_accuses_nobody",
+    ),
+    "4 a skipped step, a dropped batch": (
+        "exporter/field_cases/test_field_software.py::test_one_rank_that_goes_its_own_way_neither_hangs_nor_blames",
+        "exporter/field_cases/test_field_software.py::test_step_numbers_that_drift_apart_split_no_cadence",
+        "exporter/field_cases/test_field_values.py::test_a_backward_that_ddp_does_not_reduce_is_none_of_ours",
+        "exporter/test_verdict_transport.py::test_a_loop_that_numbers_its_steps_otherwise_is_software",
+    ),
+    "5 a gradient-norm abort across ranks": (
+        "exporter/field_cases/test_field_values.py::test_nan_on_all_ranks_is_counted_and_aborts_nothing",
+        "exporter/field_cases/test_field_values.py::test_a_dropped_batch_is_no_outlier",
+        "exporter/field_cases/test_field_values.py::test_two_replicas_name_nobody",
+        "exporter/field_cases/test_field_values.py::test_mixed_devices_are_not_compared_before_the_reduce",
+    ),
+    "6 NaN and signed zero": (
+        "exporter/field_cases/test_field_values.py::test_nan_payloads_and_signed_zeros_are_bits",
+        "exporter/field_cases/test_field_values.py::test_equal_nan_bits_are_agreement_on_real_ranks",
+    ),
+    "7 tied weights": (
+        "exporter/field_cases/test_field_values.py::test_tied_weights_count_once",
+        "exporter/test_coverage.py::test_tied_parameters_are_counted_once",
+    ),
+    "8 schemas that differ per rank": (
+        "exporter/field_cases/test_field_software.py::test_schemas_that_differ_are_one_clear_error_on_all_ranks",
+        "exporter/field_cases/test_field_software.py::test_ignored_parameters_of_one_rank_are_not_compared",
+        "exporter/field_cases/test_field_software.py::test_parameters_frozen_after_the_wrap_neither_hang_nor_blame",
+        "exporter/test_start.py::test_schema_digest_sees_names_shapes_and_dtypes",
+    ),
+    "9 odd tensors": (
+        "exporter/field_cases/test_field_values.py::test_odd_tensors_are_hashed_by_value",
+        "exporter/field_cases/test_field_values.py::test_tensors_without_bytes_are_skipped_and_never_raise",
+        "exporter/field_cases/test_field_audits.py::test_odd_parameters_train_on_real_ranks",
+    ),
+    "10 a resume on rank 0 only": (
+        "exporter/field_cases/test_field_software.py::test_a_resume_that_only_rank_0_loaded_is_software_though_it_is_outvoted",
+    ),
+    "11 a step that is not deterministic": (
+        "exporter/field_cases/test_field_replay.py::test_a_step_that_is_not_deterministic_is_skipped_and_never_judged",
+    ),
+    "12 a replay that changes training": (
+        "exporter/field_cases/test_field_replay.py::test_an_audit_leaves_training_as_it_was",
+        "exporter/test_replay.py::test_a_replay_leaves_no_trace",
+        "exporter/test_replay.py::test_a_replay_leaves_the_attributes_of_modules_alone",
+    ),
+    "13 a corrupt checkpoint on any node": (
+        "exporter/field_cases/test_field_software.py::test_a_corrupt_checkpoint_is_the_same_nan_everywhere_and_accuses_nobody",
+        "exporter/test_same_step.py::test_after_a_replacement_the_same_step_accuses_nobody_and_steps_back",
+    ),
+    "14 uninitialised padding": (
+        "exporter/field_cases/test_field_software.py::test_uninitialised_padding_is_not_compared",
+    ),
+    "15 uneven inputs": (
+        "exporter/field_cases/test_field_software.py::test_under_join_nothing_of_ours_is_collective",
+        "exporter/field_cases/test_field_software.py::test_uneven_inputs_without_join_end_as_they_do_without_the_monitor",
+        "exporter/test_monitor_bit_identity.py::test_weights_equal_under_join_with_uneven_inputs",
+    ),
+    "16 one rank raises inside a check": (
+        "exporter/field_cases/test_field_software.py::test_our_own_exception_on_one_rank_is_counted_and_all_go_on",
+        "exporter/test_monitor_lifecycle.py::test_an_exception_in_a_check_of_ours_on_one_rank_is_counted_and_training_goes_on",
+    ),
+    "17 a second thread or communicator": (
+        "exporter/field_cases/test_field_values.py::test_collectives_come_only_from_the_training_thread_and_after_backward",
+        "exporter/field_cases/test_field_values.py::test_a_backward_that_ddp_does_not_reduce_is_none_of_ours",
+    ),
+    "18 a host read per tensor": (
+        "exporter/field_cases/test_field_values.py::test_host_reads_do_not_grow_with_the_model_and_are_none_off_cadence",
+    ),
+    "19 cold start, zero variance, warm-up, resume": (
+        "exporter/field_cases/test_field_values.py::test_the_norm_of_a_real_run_is_unsuspected_from_its_first_step",
+        "exporter/test_norm_history.py::test_false_rate_over_ten_thousand_gaussian_steps",
+        "exporter/test_norm_history.py::test_what_healthy_runs_do_is_not_flagged",
+        "exporter/test_norm_history.py::test_a_resume_begins_without_a_flag_whatever_the_norm",
+    ),
+    "20 one huge value blinds the detector": (
+        "exporter/field_cases/test_field_values.py::test_a_real_spike_is_seen_after_a_huge_one",
+        "exporter/test_norm_history.py::test_one_outlier_does_not_blind_it_to_the_next",
+    ),
+    "21 where a NaN began": (
+        "exporter/field_cases/test_field_values.py::test_the_rank_where_a_nan_began_is_known_after_the_all_reduce",
+        "exporter/test_verdict_gradient.py::test_the_rank_whose_gradient_became_nan_is_the_origin_and_only_a_hint",
+    ),
+    "22 two processes claim one rank": (
+        "exporter/field_cases/test_field_values.py::test_a_second_process_that_claims_a_rank_is_refused",
+        "exporter/test_spool_rank.py::test_a_second_process_cannot_be_the_same_rank",
+    ),
+    "23 rows in the wrong slots": (
+        "exporter/field_cases/test_field_values.py::test_rows_in_the_wrong_slots_blame_nobody",
+        "exporter/test_verdict_transport.py::test_a_row_that_is_not_its_ranks_own_blames_nobody",
+    ),
     "24 port clash, an agent that cannot bind": (
         "exporter/agent/test_agent_process.py::test_a_busy_port_is_one_sentence_for_the_training_log",
         "exporter/agent/test_agent_process.py::test_a_busy_port_is_a_clear_error",
@@ -128,3 +228,8 @@ def test_a_field_case_has_its_tests(case: str) -> None:
         path, _, function = named.partition("::")
         tree = ast.parse((TESTS / path).read_text(encoding="utf-8"))
         assert function in {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}, named
+
+
+def test_no_field_case_is_left_out() -> None:
+    """One row a case, from the first to the last, in order."""
+    assert [int(case.split()[0]) for case in CASES] == list(range(1, 47))

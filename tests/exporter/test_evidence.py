@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import pickle
@@ -14,6 +15,7 @@ import torch
 from sdcwatch.cli import main
 from sdcwatch.evidence import again, explain, facts, form
 from sdcwatch.evidence.values import Reader, Unkeepable, Writer
+from sdcwatch.spool.rank import Spool
 from torch import nn
 
 CPU = torch.device("cpu")
@@ -50,20 +52,27 @@ def train(rank: int, size: int, root: str, fault: dict[str, Any] | None, setting
         value = nn.functional.cross_entropy(module(batch[0]), batch[1])
         return value * (1 + os.urandom(1)[0] / 1000) if unrepeatable and now[0] >= 3 else value
 
-    monitor = Monitor(
-        ddp, optimizer, loss_fn=loss, spool_dir=f"{root}/node-{rank}", node=f"node-{rank}", replay_every=2, **settings
-    )
+    monitor = None
+    if not settings.pop("unwatched", False):
+        monitor = Monitor(
+            ddp, optimizer, loss_fn=loss, spool_dir=f"{root}/node-{rank}", node=f"node-{rank}", replay_every=2,
+            **settings,
+        )  # fmt: skip
     generator = torch.Generator().manual_seed(rank)
     try:
         for step in range(6):
             now[0] = step
-            with monitor.step(step) as s:
+            with monitor.step(step) if monitor else contextlib.nullcontext() as s:
                 batch = torch.randn(8, 16, generator=generator), torch.randint(8, (8,), generator=generator)
-                s.loss(batch).backward()
+                (s.loss(batch) if s else loss(ddp, batch)).backward()
                 optimizer.step()
                 optimizer.zero_grad()
     except CorruptionDetected:
         pass
+    final = b"".join(p.detach().numpy().tobytes() for p in ddp.parameters())
+    Path(root, f"final-{rank}").write_bytes(final + bytes(torch.get_rng_state().tolist()))
+    if monitor is None:
+        return []
     found = [(v.check, v.kind, v.suspects) for v in monitor.verdicts]
     monitor.close()
     return found
@@ -104,6 +113,35 @@ def test_a_kept_micro_batch_gives_the_honest_gradient_elsewhere(
     line = json.loads(next(tmp_path.rglob("*.events.jsonl")).read_text().splitlines()[0])
     assert {entry["file"] for entry in line["detail"]["evidence"]} == {file.path.name for file in kept.values()}
     del sys.modules["evidence_model"]
+
+
+@pytest.mark.parametrize("fault", [None, BAD], ids=["healthy", "a rank computes wrong"])
+def test_what_is_kept_changes_no_weight(ranks: Any, tmp_path: Path, fault: dict[str, Any] | None) -> None:
+    """Batch and weights go into files while training goes on, or nothing does: the bits are those of no monitor."""
+    finals = []
+    for name, settings in (("plain", {"unwatched": True}), ("kept", {"evidence_data": "weights"})):
+        (tmp_path / name).mkdir()
+        ranks(train, 3, str(tmp_path / name), fault, settings)
+        finals.append([(tmp_path / name / f"final-{rank}").read_bytes() for rank in range(3)])
+    assert finals[0] == finals[1]
+    assert len(files(tmp_path)) == (3 if fault else 0)
+
+
+def test_a_full_spool_costs_the_file_and_neither_verdict_nor_event(
+    ranks: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The quota has room for journals and metrics; the verdict is the same, the log says what to raise."""
+    opened = Spool.open
+    monkeypatch.setattr(Spool, "open", lambda *a, **k: opened(*a, **k | {"quota_bytes": 40_000}))
+    results = ranks(train, 3, str(tmp_path), BAD, {"evidence_data": "weights"})
+    assert results == [[("replay", "attributed", (1,))]] * 3
+    assert not files(tmp_path)
+    assert not list(tmp_path.rglob("*.partial"))
+    events = [json.loads(line) for path in tmp_path.rglob("*.events.jsonl") for line in path.read_text().splitlines()]
+    assert {event["event"]["check"] for event in events} == {"replay"}
+    said = capfd.readouterr().err
+    assert "is not kept: " in said
+    assert "raise SDCWATCH_SPOOL_QUOTA_MB" in said
 
 
 @pytest.mark.integration

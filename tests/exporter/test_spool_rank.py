@@ -190,6 +190,21 @@ def test_a_quota_refuses_and_counts_and_never_raises(root: Path) -> None:
     spool.close()
 
 
+def test_evidence_leaves_half_of_the_quota_to_journals(root: Path) -> None:
+    """A file that would take more is refused whole, with what to raise, and leaves nothing behind."""
+    spool = claim(root, quota_bytes=8192)
+    assert not spool.write_evidence("sdc-1.rank-0.evidence", [b"x" * 3000, b"y" * 3000])
+    assert "raise SDCWATCH_SPOOL_QUOTA_MB" in spool.last_refusal
+    assert spool.refused == 1
+    assert not list(root.rglob("*evidence*"))
+    assert spool.write_evidence("sdc-2.rank-0.evidence", [b"x" * 1500, b"y" * 1500])
+    assert not spool.write_evidence("sdc-3.rank-0.evidence", [b"x" * 1500])
+    assert spool.append_event(line(sentence="x" * 3000))
+    (kept,) = root.rglob("*.evidence*")
+    assert kept.read_bytes() == b"x" * 1500 + b"y" * 1500
+    spool.close()
+
+
 def test_the_quota_is_the_jobs_not_the_ranks(root: Path) -> None:
     """Old epochs and other ranks of the same job count."""
     with_old = claim(root, "e100-00000000", quota_bytes=8192)

@@ -173,11 +173,12 @@ class Spool:
         if not self._mine():
             return False
         size = sum(len(part) for part in parts)
-        if not self._fits(size + self._quota // 2, fresh=True):
-            return self._refuse(
-                f"{size} bytes more would fill over half of this job's quota of {self._quota} bytes on this node: "
-                "raise SDCWATCH_SPOOL_QUOTA_MB, or lower SDCWATCH_EVIDENCE_MB"
-            )
+        why = (
+            f"{size} bytes more would fill over half of this job's quota of {self._quota} bytes on this node: "
+            "raise SDCWATCH_SPOOL_QUOTA_MB, or lower SDCWATCH_EVIDENCE_MB"
+        )
+        if not self._fits(size + self._quota // 2, fresh=True, why=why):
+            return False
         beside = f".{name}.partial"
         try:
             handle = self._create(beside)
@@ -248,14 +249,15 @@ class Spool:
         self.last_refusal = why
         return False
 
-    def _fits(self, more: int, *, fresh: bool = False) -> bool:
+    def _fits(self, more: int, *, fresh: bool = False, why: str = "") -> bool:
         now = time.monotonic()
         if fresh or now - self._used_at > _USAGE_SECONDS:
             self._used, self._used_at = _usage(self.job_directory), now
         if self._used + more <= self._quota:
             return True
         return self._refuse(
-            f"{self.job_directory} holds {self._used} bytes and its quota is {self._quota}: "
+            why
+            or f"{self.job_directory} holds {self._used} bytes and its quota is {self._quota}: "
             "remove old epochs, or raise SDCWATCH_SPOOL_QUOTA_MB"
         )
 

@@ -163,6 +163,29 @@ def test_one_rank_that_goes_its_own_way_neither_hangs_nor_blames(field: Any, how
     assert field(body, 3) == [(7, {("software", ())})] * 3
 
 
+@pytest.mark.parametrize("audits", [0, 4])
+def test_step_numbers_that_drift_apart_split_no_cadence(field: Any, audits: int) -> None:
+    """Case 4: checks on every second backward; rank 1's loop leaves out a number twice. All of them run."""
+
+    def body(t: Any) -> Any:
+        t.watch(check_every=2, replay_every=audits)
+        for number in range(12):
+            left_out = (number >= 3) + (number >= 8) if t.rank == 1 else 0
+            with t.monitor.step(number + left_out) as step:
+                step.loss(t.batch()).backward()
+                t.optimizer.step()
+                t.optimizer.zero_grad()
+        run = t.ran("replay") + t.skipped("replay", "nondeterministic") + t.skipped("replay", "error")
+        return t.verdicts(), t.ran("gradient_checksum"), run
+
+    results = field(body, 3, {"timeout": 20})
+    for verdicts, *_ in results:
+        assert verdicts[0] == ("weight_checksum", "software", ())
+        assert {suspects for *_, suspects in verdicts} == {()}
+        assert audits or len(verdicts) == 1
+    assert results[0][1:] == (6, 3 if audits else 0)
+
+
 def test_schemas_that_differ_are_one_clear_error_on_all_ranks(field: Any) -> None:
     """Case 8: other names on rank 1; the same sentence everywhere, before any step."""
 
@@ -175,6 +198,30 @@ def test_schemas_that_differ_are_one_clear_error_on_all_ranks(field: Any) -> Non
         return str(caught.value)
 
     assert len(set(field(body, 3))) == 1
+
+
+@pytest.mark.parametrize("when", ["before the monitor", "before the monitor, on rank 1", "in mid-run on rank 1"])
+def test_parameters_frozen_after_the_wrap_neither_hang_nor_blame(field: Any, when: str) -> None:
+    """Case 8: frozen on all ranks it trains, on one it is refused at start; in mid-run DDP still reduces it alike."""
+
+    def body(t: Any) -> Any:
+        def freeze(number: int) -> None:
+            if number == 2 and t.rank == 1:
+                t.net[0].weight.requires_grad_(False)
+
+        if when == "before the monitor" or (when == "before the monitor, on rank 1" and t.rank == 1):
+            t.net[0].weight.requires_grad_(False)
+        if when == "before the monitor, on rank 1":
+            with pytest.raises(ValueError, match=r"requires_grad\) of rank\(s\) \[1\]"):
+                t.watch()
+            return [], 0.0
+        t.watch()
+        t.train(range(6), before=freeze if when == "in mid-run on rank 1" else None)
+        return t.verdicts(), t.ran("gradient_checksum")
+
+    results = field(body, 3, {"ddp": {"find_unused_parameters": True}, "timeout": 20})
+    assert [verdicts for verdicts, _ in results] == [[]] * 3
+    assert results[0][1] == (0 if when == "before the monitor, on rank 1" else 6)
 
 
 def test_ignored_parameters_of_one_rank_are_not_compared(field: Any) -> None:
