@@ -127,7 +127,7 @@ class KubernetesApi:
         """Answer one request; None: close the connection without an answer."""
         url = urlsplit(target)
         words = url.path.strip("/").split("/")
-        verb, resource, keys = _route(method, words)
+        verb, resource, keys = route(method, words)
         with self.lock:
             fault = next((f for f in self.faults if f.count and (f.verb, f.resource) == (verb, resource)), None)
             if fault is not None:
@@ -257,8 +257,8 @@ def status(code: int, reason: str, message: str) -> Answer:
     return code, {**body, "reason": reason, "message": message}
 
 
-def _route(method: str, words: list[str]) -> tuple[str, str, list[str]]:
-    """Return RBAC's verb and resource, and the keys of the object."""
+def route(method: str, words: list[str]) -> tuple[str, str, list[str]]:
+    """Return RBAC's verb and resource of a request, and the keys of the object."""
     verb = {"GET": "get", "PATCH": "patch", "POST": "create"}.get(method, method.lower())
     if words[:2] != ["api", "v1"]:
         return verb, "/".join(words), words

@@ -8,6 +8,7 @@ Its place: between `schedules`, which chooses what happens, and `schedule_world`
 
 from __future__ import annotations
 
+from sdcwatch_remediation.records import Member
 from sdcwatch_remediation.service import Service
 from sdcwatch_remediation.simulator.faults import MENU
 from sdcwatch_remediation.testing.events import alert, delivery, event_line
@@ -50,13 +51,26 @@ class Happenings(World):
             for member in members:
                 self.agents[member.address].latch = line["event"]["id"]
             if suspects == 1:
-                self.blamed.setdefault(members[named[0]].instance_id, []).append(persistence)
+                kinds = self.blamed.setdefault(members[named[0]].instance_id, [])
+                kinds += [persistence, *self._test(members[named[0]], line["event"]["id"])]
         self.note("agent lies" if lie else "fault" if suspects == 1 else "event names two")
         for rank in named:
             body = delivery(alert(members[rank], rank, training_job=job))
             self.bodies.append(body)
             if self.random.random() < 0.8:
                 self.deliver(body)
+
+    def _test(self, suspect: Member, latch_id: str) -> list[str]:
+        """Let a suspect's own agent serve its known-answer test, or be of a version that has none yet."""
+        result = self.random.choice(("", "", "pass", "fail", "unknown"))
+        if not result:
+            return []
+        device = {"device": "cpu", "name": "", "uuid": "", "serial": "", "outcome": result}
+        test = {"latch_id": latch_id, "node": suspect.node_name, "instance": suspect.instance_id, "result": result}
+        agent = self.agents[suspect.address]
+        agent.tests = [*(agent.tests or []), {**test, "detail": "", "time": self.clock() + 1.0, "devices": [device]}]
+        self.note(f"known-answer test: {result}")
+        return ["failed test"] if result == "fail" else []
 
     def forge(self) -> None:
         """Ring for an instance about which nothing happened."""
@@ -134,6 +148,10 @@ class Happenings(World):
         if self.slurm is not None and self.random.random() < 0.6:
             self.slurm.faults.append(self.random.choice(FAULTS))
             return
+        if self.kubernetes is not None and self.random.random() < 0.6:
+            self.kubernetes.order(self.result.road)
+            self.kubernetes.graceful = self.random.random() < 0.5
+            return
         kind = self.random.choice([kind for kind in MENU if kind != "paging_changes"])
         operation = self.random.choice((None, REPLACE, REPLACE, REPLACE))
         if kind in ("no_capacity", "bad_replacement"):
@@ -148,6 +166,9 @@ class Happenings(World):
         if self.slurm is not None and members and self.random.random() < 0.3:
             self.note("others drain")
             self.slurm.drain_by_others(self.random.choice(members).node_name)
+        elif self.kubernetes is not None and members and self.random.random() < 0.3:
+            self.note("others cordon")
+            self.kubernetes.cordon_by_others(self.random.choice(members).instance_id)
         elif members and self.random.random() < 0.4:
             self.note("others replace")
             self.simulator.others_replace(self.random.choice(members).instance_id)
@@ -164,6 +185,13 @@ class Happenings(World):
                 self.simulator.set_status(node["instance_id"], "Running")
         if self.slurm is not None and self.random.random() < share:
             self.slurm.others_resume()
+        if self.kubernetes is not None and self.random.random() < share:
+            self.kubernetes.others_uncordon()
+
+    def owner(self) -> None:
+        """Let the owner of the nodes replace one that it was told of."""
+        if self.result.road == "handover" and self.kubernetes is not None and self.kubernetes.owner_acts():
+            self.note("others: the owner replaces")
 
     def go_on(self, rounds: int) -> None:
         """Let the service get on with its work, killed again and again on the way and started anew."""
@@ -172,6 +200,8 @@ class Happenings(World):
             self.kill()
             if self.result.mode == "approve" and self.random.random() < 0.3:
                 self.decide(yes=1.0)
+            if self.random.random() < 0.2:
+                self.owner()
             self.round()
             self.drain()
             for process in self.processes:
@@ -183,6 +213,8 @@ class Happenings(World):
         self.simulator.clear_faults()
         if self.slurm is not None:
             self.slurm.faults.clear()
+        if self.kubernetes is not None:
+            self.kubernetes.faults.clear()
         for process in self.processes:
             process.life.ends_at = None
         self.drain()
@@ -193,6 +225,7 @@ class Happenings(World):
         self.unhold()
         self.drain()
         answered = self.result.mode == "approve" and self.random.random() < 0.7
+        owner_acts = self.random.random() < 0.7
         for number in range(REST_ROUNDS):
             self.advance(REST_SECONDS)
             self.round()
@@ -200,5 +233,7 @@ class Happenings(World):
             if answered and number < 3:
                 self.decide(yes=1.0)
                 self.drain()
+            if owner_acts:
+                self.owner()
             if not self.working():
                 return

@@ -17,6 +17,7 @@ from sqlalchemy import select
 from sdcwatch_remediation import schema
 from sdcwatch_remediation.actions.scheduler import MARK
 from sdcwatch_remediation.states import STATES
+from sdcwatch_remediation.testing.kubernetes_memory import KubernetesMemory
 from sdcwatch_remediation.testing.schedule_world import REPLACE, World
 
 
@@ -31,6 +32,8 @@ def problems(world: World) -> Iterator[str]:
     if world.result.mode == "recommend" and asked:
         yield "something was replaced in mode recommend"
     yield from _touched(world)
+    if world.kubernetes is not None:
+        yield from _of_kubernetes(world, world.kubernetes)
     yield from _service_problems(world)
 
 
@@ -41,6 +44,11 @@ def _asked(world: World) -> Counter[str]:
         for act in world.slurm.acts:
             if "state=fail" in act.argv and (act.effect or act.status is None):
                 found[act.instance_id] += 1
+    if world.kubernetes is not None:
+        # One handover that was taken back may be followed by another case's; one case speaks of a node once.
+        told = Counter((e.instance_id, e.case_id) for e in world.kubernetes.effects if e.what == "suspect")
+        for (instance, _), count in told.items():
+            found[instance] = max(found[instance], count)
     return found
 
 
@@ -72,6 +80,30 @@ def _touched(world: World) -> Iterator[str]:
     for name, node in world.slurm.nodes.items() if world.slurm is not None else ():
         if node.comment.startswith(MARK) and node.reason == "maintenance":
             yield f"{name}: somebody else's drain carries our mark"
+
+
+def _of_kubernetes(world: World, kubernetes: KubernetesMemory) -> Iterator[str]:
+    events: Counter[tuple[str, str]] = Counter()
+    for effect in kubernetes.effects:
+        if effect.what == "cordon":
+            yield from _wrongly(world, effect.instance_id, "cordoned")
+        elif effect.what == "event":
+            events[(effect.instance_id, effect.case_id)] += 1
+        elif effect.what == "evict" and not effect.target.startswith("rank-"):
+            yield f"{effect.target} was evicted, and is not of the job"
+        if world.result.mode == "recommend":
+            yield f"{effect.what} in mode recommend"
+    for (instance, case_id), count in events.items():
+        if count > 1:
+            yield f"{case_id} wrote {count} Events about {instance}"
+    for name in kubernetes.foreign_marks():
+        yield f"{name}: somebody else's cordon carries our mark"
+    if world.result.road == "handover" and world.simulator.calls(REPLACE):
+        yield "a node that is its owner's to replace was asked to be replaced from here"
+    for case in world.services[-1].store.cases():
+        ended_by_no = case.state in ("closed", "cancelled") and case.outcome in ("rejected", "cancelled")
+        if ended_by_no and kubernetes.carries(case.instance_id, case.id):
+            yield f"{case.id} ended as {case.outcome}, and its node was not given back"
 
 
 def _service_problems(world: World) -> Iterator[str]:
@@ -107,7 +139,7 @@ def _audit_problems(world: World, lines: list[tuple[str, str]], approvals: set[s
             held.add(case_id)
         elif step == "hold_ended":
             held.discard(case_id)
-        elif step == "replace_requested":
+        elif step in ("replace_requested", "handover_requested"):
             if paused or case_id in held:
                 yield f"{case_id} asked for a replacement while paused or held"
             if world.result.mode == "approve" and case_id not in approvals:

@@ -53,7 +53,7 @@ def kind_of(what: str) -> str:
         return "kills"
     if what == "restart":
         return "restarts"
-    if what.partition(" ")[0] in MENU or what.endswith("(scontrol)"):
+    if what.partition(" ")[0] in MENU or what.endswith(("(scontrol)", "(kubernetes)")):
         return "provider's faults"
     if what in ("alert again", "alert twice at once"):
         return "alerts again"
@@ -61,9 +61,9 @@ def kind_of(what: str) -> str:
         return "resolves"
     if what in ("forged alert", "agent lies", "event names two"):
         return "forged or lies"
-    if what.startswith(("others ", "instance ")):
+    if what.startswith(("others ", "others: ", "instance ")):
         return "others"
-    return "faults" if what == "fault" else "people"
+    return "faults" if what == "fault" or what.startswith("known-answer") else "people"
 
 
 def table(found: dict[str, Any]) -> str:
@@ -96,7 +96,7 @@ def table(found: dict[str, Any]) -> str:
         what = key.partition(" @ ")[0]
         if kind_of(what) == "provider's faults":
             met[what] += count
-    lines += ["", f"Faults of the provider and of Slurm: {_listed(dict(met.most_common()))}."]
+    lines += ["", f"Faults of the provider, of Slurm and of Kubernetes: {_listed(dict(met.most_common()))}."]
     return "\n".join(lines)
 
 

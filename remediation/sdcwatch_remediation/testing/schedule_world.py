@@ -11,11 +11,13 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from sdcwatch_remediation import app
+from sdcwatch_remediation.actions.eks import Eks
+from sdcwatch_remediation.actions.handover import Handover
 from sdcwatch_remediation.actions.slurm import Slurm, SlurmReplace
 from sdcwatch_remediation.config import check
 from sdcwatch_remediation.errors import Conflict
@@ -28,6 +30,7 @@ from sdcwatch_remediation.states import STATES
 from sdcwatch_remediation.testing.agents import FakeAgent
 from sdcwatch_remediation.testing.baton import Life, Task
 from sdcwatch_remediation.testing.direct import DirectAgents, DirectHyperPod, PointDatabase
+from sdcwatch_remediation.testing.kubernetes_memory import KubernetesMemory
 from sdcwatch_remediation.testing.rig import START, Clock
 from sdcwatch_remediation.testing.slurm_memory import SlurmMemory
 
@@ -35,11 +38,13 @@ REPLACE = "BatchReplaceClusterNodes"
 JOB = "bytegpt"
 NODES = 6
 PROCESSES = 2
+ROADS = ("hyperpod", "slurm", "eks", "handover")
 ACT = (
     "reserve", "record", REPLACE, "scontrol update", "scontrol update fail", "requeuehold 1", "release 1", "entomb",
     "in replace", "in quarantine", "in _carry_out", "in contain", "in prove_replacement", "in _then", "in settle",
     "in _by_mode", "in _proven", "/latch/release", "in _judge", "_decide", "suspect", "reopen", "_commit",
     "in _expire", "in ask", "in replaced_by_others", "in _stopped", "hold",
+    "patch nodes", "create pods/eviction", "patch nodes/status", "create events", "in hand_over", "withdraw",
 )  # fmt: skip
 """Ends of the names of moments that kills are aimed at: what leads to an act, the act, and what follows from it."""
 
@@ -53,7 +58,8 @@ class Result:
     seed: int
     mode: str
     road: str
-    """Who isolates and replaces: `hyperpod` (the API alone) or `slurm`."""
+    """Who isolates and replaces: `hyperpod` (the API alone), `slurm`, `eks` (Kubernetes isolates, the API replaces), or
+    `handover` (the owner of the nodes replaces; half of the time Kubernetes isolates)."""
     temper: str = ""
     problems: list[str] = field(default_factory=list)
     """What must never happen, one sentence each; empty when all is well."""
@@ -93,6 +99,13 @@ class Process:
             slurm = Slurm(run=world.slurm.runner(life.point))
             provider = SlurmReplace(provider, slurm)
             more = {"schedulers": (slurm,), "orchestrator": slurm}
+        if world.kubernetes is not None:
+            client = world.kubernetes.client(life.point)
+            if world.config.actions.isolate == "eks":
+                eks = Eks(client)
+                more = {"schedulers": (eks,), "orchestrator": eks}
+            if world.result.road == "handover":
+                more["handover"] = Handover(client, world.clock)
         self.service = Service(
             world.config,
             provider=provider,
@@ -125,12 +138,13 @@ class World:
         self.random = random.Random(seed)
         self.clock = Clock()
         mode = self.random.choices(("auto", "approve", "recommend"), (12, 7, 1))[0]
-        road = self.random.choices(("hyperpod", "slurm"), (3, 2))[0]
+        road = self.random.choices(ROADS, (4, 3, 2, 3))[0]
         self.result = Result(seed, mode, road)
         self.confirm = self.random.choice(("first", "persistent"))
         self.switch = folder / "switch" / "STOP"
         self.switch.parent.mkdir()
-        self.config = _config(folder, mode, self.confirm, self.switch, road)
+        isolate = {"slurm": "slurm", "eks": "eks", "handover": self.random.choice(("", "eks"))}.get(road, "")
+        self.config = _config(folder, mode, self.confirm, self.switch, (road, isolate))
         orchestrator = "slurm" if road == "slurm" else "eks"
         self.simulator = Simulator(
             SimulatorConfig.of_size(
@@ -138,6 +152,8 @@ class World:
             )
         )
         self.slurm = SlurmMemory(self.simulator, JOB) if road == "slurm" else None
+        of_kubernetes = road in ("eks", "handover")
+        self.kubernetes = KubernetesMemory(self.simulator, JOB, self.random) if of_kubernetes else None
         self.agents: dict[str, FakeAgent] = {}
         self.services: list[Service] = []
         self.processes = [Process(self) for _ in range(PROCESSES)]
@@ -199,6 +215,8 @@ class World:
         """Let virtual time pass."""
         self.clock.now += seconds
         self.simulator.advance(seconds)
+        if self.kubernetes is not None:
+            self.kubernetes.end_pods()
         self.members()
 
     def kill(self) -> None:
@@ -288,6 +306,7 @@ class World:
         calls = self.simulator.calls()
         met = [f"{call.fault} ({call.operation})" for call in calls if call.fault]
         met += [f"{kind} (scontrol)" for kind in self.slurm.met] if self.slurm is not None else []
+        met += [f"{kind} (kubernetes)" for kind in self.kubernetes.met] if self.kubernetes is not None else []
         for one in met[self._met :]:
             self.note(one)
         self._met, self._answered = len(met), False
@@ -313,17 +332,21 @@ def _down(left: list[int]) -> bool:
     return left[0] <= 0
 
 
-def _config(folder: Path, mode: str, confirm: str, switch: Path, road: str) -> Config:
+def _config(folder: Path, mode: str, confirm: str, switch: Path, roads: tuple[str, str]) -> Config:
+    road, isolate = roads
     for name in ("alerts", "events", "latch"):
         (folder / name).write_text(f"{name}-token\n")
-    actions = Actions(isolate="slurm", replace="slurm") if road == "slurm" else Actions()
+    actions = Actions(isolate=isolate, replace="slurm" if road == "slurm" else "api")
+    policy = Policy(mode=mode, confirm=confirm, groups=("workers",), settle_seconds=10.0, cooldown_seconds=60.0)
+    if road == "handover":
+        policy = replace(policy, handover_groups=("workers",))
     return check(
         Config(
             server=Server(alerts_token_file=str(folder / "alerts")),
             database=Database(url=f"sqlite:///{folder / 'state.sqlite3'}", busy_timeout_seconds=1.0),
             cluster=Cluster(name="demo"),
             agents=AgentSettings(events_token_file=str(folder / "events"), latch_token_file=str(folder / "latch")),
-            policy=Policy(mode=mode, confirm=confirm, groups=("workers",), settle_seconds=10.0, cooldown_seconds=60.0),
+            policy=policy,
             actions=actions,
             kill_switch=KillSwitch(file=str(switch)),
             worker=Worker(lease_seconds=15.0),
