@@ -57,6 +57,7 @@ class Conservation:
         self._weights: dict[torch.device, torch.Tensor] = {}
         self._buffers: dict[torch.device, torch.Tensor] = {}
         self._factors: dict[int, torch.Tensor] = {}
+        self._only: dict[int, float] = {}
         self._rounding: tuple[Any, torch.Tensor] | None = None
 
     def begin(self, count: int, *, due: bool, followed: bool = False) -> None:
@@ -185,14 +186,20 @@ class Conservation:
         device = flat.device
         chunk = _CHUNKS["cpu" if device.type == "cpu" else "other"]
         weights, buffer = self._tables(device, chunk)
-        parts = []
-        for start in range(0, flat.numel(), chunk):
-            piece = flat[start : start + chunk]
-            work = buffer[: piece.numel()].copy_(piece)
-            parts.append(torch.dot(work, weights[self._shift : self._shift + piece.numel()]))
-        if not parts:
-            return torch.zeros((), dtype=torch.float64, device=device)
-        return torch.stack(parts).dot(self._chunk_factors(index, len(parts), device))
+        count = flat.numel()
+        if count <= chunk:  # most parameters: as few calls as there can be
+            part = torch.dot(buffer[:count].copy_(flat), weights[self._shift : self._shift + count])
+            return part * self._only_factor(index)
+        shifted = weights[self._shift : self._shift + chunk]
+        parts = [torch.dot(buffer.copy_(piece), shifted) for piece in flat[: count - count % chunk].split(chunk)]
+        if rest := count % chunk:
+            parts.append(torch.dot(buffer[:rest].copy_(flat[-rest:]), shifted[:rest]))
+        return torch.dot(torch.stack(parts), self._chunk_factors(index, len(parts), device))
+
+    def _only_factor(self, index: int) -> float:
+        if index not in self._only:
+            self._only[index] = weights(1, _SEED + 1 + index).tolist()[0]
+        return self._only[index]
 
     def _tables(self, device: torch.device, chunk: int) -> tuple[torch.Tensor, torch.Tensor]:
         if device not in self._weights:
