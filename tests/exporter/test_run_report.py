@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -85,6 +86,37 @@ def test_the_report_says_what_happened_in_one_closed_file(
     assert summaries[0]["sdcwatch/events"] >= 1
     assert all(isinstance(value, float) for value in summaries[2].values())
     assert 0 < summaries[0]["sdcwatch/overhead_percent"] < 100
+
+
+@pytest.mark.integration
+@pytest.mark.needs("chromium")
+@pytest.mark.timeout(240)
+def test_the_page_is_dark_or_light_as_the_reader_is_and_a_rotated_checkpoint_is_shown_as_pinned(
+    ranks: Any, tmp_path: Path, require: Any
+) -> None:
+    """In a real Chromium; the verified checkpoint that a rotation removed stays in the list, as the pin it is."""
+    from PIL import Image
+
+    (tmp_path / "checkpoints").mkdir()
+    ranks(a_run_with_a_fault, 3, str(tmp_path))
+    (tmp_path / "checkpoints" / "step-3.pt").unlink()
+    output = tmp_path / "report.html"
+    words = ["report", str(tmp_path / "spool0"), "--checkpoints", str(tmp_path / "checkpoints")]
+    assert main([*words, "--output", str(output)]) == 0
+    assert "step-3.pt (pinned)" in output.read_text()
+    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--hide-scrollbars"]
+    mean = {}
+    for scheme in (0, 1):  # dark, light
+        picture = tmp_path / f"{scheme}.png"
+        subprocess.run(
+            [str(require("chromium")), *flags, f"--user-data-dir={tmp_path / 'profile'}", f"--screenshot={picture}",
+             "--window-size=1100,1500", f"--blink-settings=preferredColorScheme={scheme}", output.as_uri()],
+            check=True, capture_output=True, timeout=100,
+        )  # fmt: skip
+        with Image.open(picture) as image:
+            mean[scheme] = sum(image.convert("L").resize((1, 1)).tobytes())
+    assert mean[0] < 60
+    assert mean[1] > 200
 
 
 def test_a_spool_without_a_run_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

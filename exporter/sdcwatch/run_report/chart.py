@@ -28,6 +28,11 @@ def steps(run: RunFacts) -> str:
         f'<rect class="track" x="{LEFT}" y="{y}" width="{WIDTH - LEFT - RIGHT}" height="20" rx="4"/>'
         for name, y in _ROWS.items()
     ]
+    for tick in _ticks(last):  # under the bars, which they would cut
+        parts.append(
+            f'<line class="tick" x1="{x(tick):.1f}" x2="{x(tick):.1f}" y1="{_ROWS["verified"] - 6}" y2="194"/>'
+            f'<text class="tick" x="{x(tick):.1f}" y="212" text-anchor="middle">{tick:,}</text>'
+        )
     for name, through in (("verified", run.verified), ("checked", run.checked)):
         if through:
             parts.append(_bar(name, x(0), x(through), _ROWS[name], f"{name} up to step {through}"))
@@ -52,11 +57,6 @@ def steps(run: RunFacts) -> str:
             parts.append(
                 f'<circle class="{found.trust}" cx="{place:.1f}" cy="{y}" r="6"><title>{title}</title></circle>'
             )
-    for tick in _ticks(last):
-        parts.append(
-            f'<line class="tick" x1="{x(tick):.1f}" x2="{x(tick):.1f}" y1="{_ROWS["verified"] - 6}" y2="194"/>'
-            f'<text class="tick" x="{x(tick):.1f}" y="212" text-anchor="middle">{tick:,}</text>'
-        )
     body = "\n".join(parts)
     return f'<svg viewBox="0 0 {WIDTH} {_HEIGHT}" role="img" aria-label="steps of the run">\n{body}\n</svg>'
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from sdcwatch.catalog import CHECKS
-from sdcwatch.checkpoints import manifest
+from sdcwatch.checkpoints import manifest, pin
 from sdcwatch.checkpoints.record import MANIFEST_SUFFIX, TAINTED_SUFFIX
 from sdcwatch.event import Event, EventError, parse_line
 from sdcwatch.exposition import Sample, parse
@@ -185,9 +185,13 @@ def _events(journal: Path) -> Iterable[Event]:
 
 
 def _checkpoints(folder: Path) -> tuple[CheckpointFacts, ...]:
-    found = [
-        CheckpointFacts(str(r.path.relative_to(folder)), r.step, "pending" if r.pending else r.trust)
-        for r in manifest.loadable(folder)
+    own = manifest.list_checkpoints(folder)
+    found = [CheckpointFacts(r.path.name, r.step, "pending" if r.pending else r.trust) for r in own]
+    standing = {(r.step, r.time) for r in own}
+    found += [
+        CheckpointFacts(f"{r.path.name} (pinned)", r.step, r.trust)
+        for r in pin.pinned(folder)
+        if (r.step, r.time) not in standing  # else it is a second name for one that is listed
     ]
     found += [CheckpointFacts(problem, None, "unreadable") for problem in manifest.unreadable(folder)]
     for path in sorted(folder.glob(f"*{MANIFEST_SUFFIX}{TAINTED_SUFFIX}")):

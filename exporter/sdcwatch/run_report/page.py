@@ -104,7 +104,11 @@ def _checkpoints(run: RunFacts) -> str:
     if not run.checkpoints:
         return '<p class="soft">None is known; name their folder with <code>--checkpoints</code>.</p>'
     rows = [
-        [_number(c.step), f'<span class="pill {c.trust}">{c.trust}</span>', f"<code>{escape(c.name)}</code>"]
+        [
+            _number(c.step),
+            f'<span class="pill {c.trust}">{c.trust}</span>',
+            f'<code class="path">{escape(c.name)}</code>',
+        ]
         for c in run.checkpoints
     ]
     return _table(("n:step", "trust", "name"), rows)
@@ -129,4 +133,7 @@ def _when(time: float) -> str:
 
 
 def _bytes(size: int) -> str:
-    return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"
+    for unit, most in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if size >= most:
+            return f"{size / most:.1f} {unit}"
+    return f"{size} B"
