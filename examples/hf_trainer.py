@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
-
 import torch
 from sdcwatch.integrations import hf
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
@@ -15,12 +13,12 @@ def main() -> None:
     tokens = torch.randint(64, (96, 16), generator=torch.Generator().manual_seed(2))
     data = [{"input_ids": row, "labels": row} for row in tokens]
     arguments = TrainingArguments(
-        output_dir=tempfile.mkdtemp(), max_steps=8, per_device_train_batch_size=2, gradient_accumulation_steps=2,
-        use_cpu=True, ddp_backend="gloo", report_to=[], save_strategy="no", logging_strategy="no", disable_tqdm=True,
-        dataloader_pin_memory=False,
+        output_dir="checkpoints", max_steps=8, per_device_train_batch_size=2, gradient_accumulation_steps=2,
+        use_cpu=True, ddp_backend="gloo", report_to=[], logging_strategy="no", disable_tqdm=True,
+        dataloader_pin_memory=False, save_steps=2, save_total_limit=1,
     )  # fmt: skip
     trainer = Trainer(model=model, args=arguments, train_dataset=data)
-    hf.watch(trainer, replay_every=2)  # sdcwatch
+    hf.watch(trainer, replay_every=2, checkpoint_dir=arguments.output_dir)  # sdcwatch
     trainer.train()
 
 

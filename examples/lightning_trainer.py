@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from typing import Any
 
 import pytorch_lightning as pl
@@ -33,13 +32,12 @@ def main() -> None:
     torch.manual_seed(1)
     data = torch.utils.data.TensorDataset(torch.randn(96, 16), torch.randn(96, 4))
     loader: Any = torch.utils.data.DataLoader(data, batch_size=2)
-    folder = tempfile.mkdtemp()
     trainer = pl.Trainer(
         accelerator="cpu", devices=3, strategy="ddp", max_steps=8, accumulate_grad_batches=2, gradient_clip_val=1.0,
-        callbacks=[ModelCheckpoint(folder, every_n_train_steps=2)], logger=False, enable_progress_bar=False,
+        callbacks=[ModelCheckpoint("checkpoints", every_n_train_steps=2)], logger=False, enable_progress_bar=False,
         enable_model_summary=False,
     )  # fmt: skip
-    lightning.watch(trainer, replay_every=2)  # sdcwatch
+    lightning.watch(trainer, replay_every=2, checkpoint_dir="checkpoints")  # sdcwatch
     trainer.fit(Regression(), loader)
 
 

@@ -1,13 +1,17 @@
-"""Runs an example as one rank on a node of its own, and flips a weight's bit where the environment asks for it."""
+"""Runs an example as one rank on a node of its own, flips a weight's bit where the environment asks for it, and leaves
+the digest of the final weights."""
 
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import os
 import runpy
 import sys
+from pathlib import Path
 
 from sdcwatch.monitor import Monitor
+from sdcwatch.shards import local
 
 rank = os.environ["RANK"]
 os.environ |= {"SDCWATCH_NODE": f"n{rank}", "SDCWATCH_SPOOL_DIR": f"{os.environ['TEST_SPOOLS']}/{rank}"}
@@ -17,11 +21,18 @@ real, calls = Monitor.step, [0]
 def step(self: Monitor, number: int):  # type: ignore[no-untyped-def]
     calls[0] += 1
     if os.environ.get("TEST_FAULT_RANK") == rank and calls[0] == 5:
-        weight = next(self._model.parameters())
+        weight = local(next(self._model.parameters()))
         ctypes.c_uint8.from_address(weight.data_ptr() + 2).value ^= 0x10  # past every version counter, as memory does
     return real(self, number)
 
 
-Monitor.step = step  # type: ignore[method-assign]
+def close(self: Monitor) -> None:
+    content = b"".join(local(p.detach()).numpy().tobytes() for p in self._model.parameters())
+    Path(os.environ["TEST_SPOOLS"], f"final-{rank}").write_text(hashlib.sha256(content).hexdigest())
+    shut(self)
+
+
+shut = Monitor.close
+Monitor.step, Monitor.close = step, close  # type: ignore[method-assign]
 sys.argv = sys.argv[1:]
 runpy.run_path(sys.argv[0], run_name="__main__")

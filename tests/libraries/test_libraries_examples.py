@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sdcwatch.checkpoints import manifest as checkpoint
 from sdcwatch.run_report import facts
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -19,16 +20,21 @@ EXAMPLES = {
     "hf_trainer.py": ("transformers", True),
     "accelerate_loop.py": ("accelerate", True),
     "lightning_trainer.py": ("pytorch_lightning", True),
+    "plain_loop.py": ("torch", True),
+    "compiled_loop.py": ("torch", True),
+    "hsdp_loop.py": ("torch", False),
 }
 Require = Callable[[str], Path]
 pytestmark = [pytest.mark.libraries, pytest.mark.timeout(300)]
 
 
-def run(example: str, folder: Path, fault_rank: str) -> tuple[facts.RunFacts, list[Any]]:
+def launch(example: str, folder: Path, fault_rank: str, **variables: str) -> str:
+    """Runs an example on three ranks, `folder` being the working directory; its stderr."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("SDCWATCH_", "SLURM_"))} | {
         "SDCWATCH_JOB": "library", "SDCWATCH_AGENT": "off", "SDCWATCH_MAX_OVERHEAD": "0",
         "TEST_SPOOLS": str(folder), "TEST_FAULT_RANK": fault_rank,
         "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "",
+        **variables,
     }  # fmt: skip
     words = ["-m", "torch.distributed.run", "--nproc-per-node=3", "--master-addr=127.0.0.1", "--master-port=0"]
     done = subprocess.run(
@@ -37,11 +43,16 @@ def run(example: str, folder: Path, fault_rank: str) -> tuple[facts.RunFacts, li
         env=environment, capture_output=True, text=True, timeout=280, cwd=folder,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+    return done.stderr
+
+
+def run(example: str, folder: Path, fault_rank: str) -> tuple[facts.RunFacts, list[Any]]:
+    stderr = launch(example, folder, fault_rank)
     found = facts.jobs([folder])
     assert list(found) == ["library"]
     verdicts = [
         json.loads(line.partition("SDCWATCH_VERDICT ")[2])["event"]
-        for line in done.stderr.splitlines()
+        for line in stderr.splitlines()
         if "SDCWATCH_VERDICT " in line
     ]
     return facts.read("library", found["library"], None), verdicts
@@ -49,9 +60,11 @@ def run(example: str, folder: Path, fault_rank: str) -> tuple[facts.RunFacts, li
 
 @pytest.mark.parametrize("example", EXAMPLES)
 def test_a_clean_run_is_watched_and_nobody_is_told(example: str, tmp_path: Path, require: Require) -> None:
-    """Every step is checked, replay audits where it can, and there is no event."""
+    """Every step is checked, replay audits where it can, there is no event, and the weights are those without it."""
     library, replays = EXAMPLES[example]
     require(f"module:{library}")
+    (bare := tmp_path / "bare").mkdir()
+    launch(example, bare, "", SDCWATCH_DISABLE="1", TEST_SPOOLS=str(bare))
     seen, verdicts = run(example, tmp_path, "")
     assert verdicts == []
     ran = {check.name: check.ran for check in seen.checks}
@@ -59,6 +72,22 @@ def test_a_clean_run_is_watched_and_nobody_is_told(example: str, tmp_path: Path,
     assert ran["weight_checksum"] >= 6
     assert bool(ran["replay"]) == replays, seen.checks
     assert seen.state == "finished"
+    finals = {path.read_text() for folder in (tmp_path, bare) for path in folder.glob("final-*")}
+    assert len(finals) == 1
+
+
+@pytest.mark.parametrize("example", ["hf_trainer.py", "lightning_trainer.py"])
+def test_what_the_trainer_saved_is_trusted_although_it_rotates(example: str, tmp_path: Path, require: Require) -> None:
+    """Both keep one checkpoint; the last verified one is found all the same, and its bytes are intact."""
+    require(f"module:{EXAMPLES[example][0]}")
+    run(example, tmp_path, "")
+    folder = tmp_path / "checkpoints"
+    own = [r for r in checkpoint.list_checkpoints(folder) if not r.pending]
+    assert [r.step for r in own] == [8]
+    assert checkpoint.verify(own[0].path).state is not None
+    found = checkpoint.last_clean(folder, "verified")
+    assert found is not None
+    assert found.step >= 6
 
 
 @pytest.mark.parametrize("example", EXAMPLES)

@@ -2,19 +2,22 @@
 
 Callbacks of transformers see neither the batch nor the loss function, and run after clipping. So the trainer's own
 `training_step` and `compute_loss` are wrapped: the first opens a step, the second hands batch and `num_items_in_batch`
-to the monitor, so that replay re-runs the same loss. Changes nothing that they compute. Flow: Trainer -> **hf** ->
-monitor.
+to the monitor, so that replay re-runs the same loss. Changes nothing that they compute. With `checkpoint_dir`, what the
+trainer saves is noted. Flow: Trainer -> **hf** -> monitor.
 """
 
 from __future__ import annotations
 
 import importlib
+from concurrent.futures import Future
+from pathlib import Path
 from typing import Any
 
 from torch.nn.parallel import DistributedDataParallel
 
 from sdcwatch.errors import ConfigurationError
 from sdcwatch.monitor import Monitor, Step
+from sdcwatch.settings import Settings
 
 
 class Watch:
@@ -26,6 +29,7 @@ class Watch:
         self._settings = settings
         self._step: Step | None = None
         self._training = False
+        self._saved: list[Future[None]] = []
         self._training_step = trainer.training_step
         self._compute_loss = trainer.compute_loss
         trainer.training_step = self._watched_step
@@ -67,17 +71,38 @@ class Watch:
         step, self._step = self._step, None
         if step is not None:
             step.__exit__(None, None, None)
+            self._all_saved()  # every rank took part in this step, so each has left the save before it
+
+    def saved(self) -> None:
+        """This rank has saved its part of a checkpoint; others may still be writing theirs."""
+        step = int(self._trainer.state.global_step)
+        if self.monitor is None or self.monitor.newest_step != step:
+            return
+        if Settings.load(self._settings).checkpoint_dir:
+            self._saved.append(Future())
+            folder = Path(self._trainer.args.output_dir) / f"checkpoint-{step}"
+            self.monitor.note_checkpoint(folder, step, when=self._saved[-1])
+
+    def _all_saved(self) -> None:
+        saved, self._saved = self._saved, []
+        for waiting in saved:
+            waiting.set_result(None)
 
     def close(self) -> None:
         """Ends the watch; the trainer is as it was."""
         self.ended()
         self._trainer.training_step, self._trainer.compute_loss = self._training_step, self._compute_loss
-        if self.monitor is not None:
-            self.monitor.close()
+        try:
+            if self.monitor is not None:
+                self.monitor.close()  # waits for the last rows of all ranks: each has left its last save
+        finally:
+            self._all_saved()
 
 
 def watch(trainer: Any, **settings: Any) -> Watch:
     """Watches one `Trainer.train()`; call it on every rank, before.
+
+    With `checkpoint_dir`, which should be the trainer's `output_dir`, each checkpoint gets its manifest.
 
     Args:
         trainer: a `transformers.Trainer`, or a subclass whose loss is a function of model and inputs.
@@ -101,6 +126,9 @@ def _callback(watched: Watch) -> Any:
 
         def on_step_end(self, *_: Any, **__: Any) -> None:
             watched.ended()
+
+        def on_save(self, *_: Any, **__: Any) -> None:
+            watched.saved()
 
         def on_train_end(self, *_: Any, **__: Any) -> None:
             watched.close()

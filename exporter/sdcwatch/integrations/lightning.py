@@ -17,6 +17,7 @@ import torch
 
 from sdcwatch.errors import ConfigurationError
 from sdcwatch.monitor import Monitor, Step
+from sdcwatch.settings import Settings
 
 
 class Watch:
@@ -104,7 +105,7 @@ class Watch:
         done = self._save_checkpoint(checkpoint, filepath, *more, **named)
         if self.monitor is not None and self.monitor.newest_step is not None:
             step = int(self._trainer.global_step)
-            if self._settings.get("checkpoint_dir") and step == self.monitor.newest_step:
+            if Settings.load(self._settings).checkpoint_dir and step == self.monitor.newest_step:
                 self.monitor.note_checkpoint(filepath, step)
         return done
 
