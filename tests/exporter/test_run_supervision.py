@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -286,6 +287,40 @@ def test_the_real_preflight_lets_a_healthy_machine_start(node: MakeNode) -> None
     a.start("sys.exit(0)", "--preflight-first", preflight=f"{sys.executable} -m sdcwatch.preflight.command --json")
     assert (a.status(120), a.lives()) == (0, 1)
     assert "preflight before the first step: pass" in a.said()
+
+
+BROKEN = """
+import sys
+from sdcwatch.cli import main
+from sdcwatch.testing import BrokenDevice
+with BrokenDevice(["mm"]):
+    status = main(["preflight", "--json", "--seconds", "0.1", "--device", "cpu"])
+sys.exit(status)
+"""
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("device", ["healthy", "broken"])
+def test_a_replacement_is_taken_after_a_real_preflight_and_a_broken_one_is_not(node: MakeNode, device: str) -> None:
+    """It comes up under the latch that named the node before it, is judged, and starts after the release, or leaves."""
+    a, fresh = node("a"), node("fresh")
+    assert a.shared is not None
+    words = ["-m", "sdcwatch.preflight.command", "--json", "--seconds", "0.1", "--device", "cpu"]
+    command = shlex.join([sys.executable, *(words if device == "healthy" else ["-c", BROKEN])])
+    latches.write_latch([a.shared], LATCH)
+    fresh.start("sys.exit(0)", "--preflight-first", preflight=command)
+    result = a.shared / "preflight" / LATCH.latch_id / "node-fresh.json"
+    until(result.exists, "the replacement judged itself", 120.0)
+    kept = json.loads(result.read_text())
+    assert kept["result"] == ("pass" if device == "healthy" else "fail")
+    (tested,) = kept["devices"]
+    assert (tested["device"], tested["outcome"]) == ("cpu", kept["result"])
+    assert ("not the recorded bits" in kept["output"]) == (device == "broken")
+    assert fresh.lives() == 0
+    latches.release(a.shared, LATCH.latch_id, by="service", reason="replaced")
+    assert fresh.status(120.0) == (0 if device == "healthy" else 86)
+    assert fresh.lives() == (1 if device == "healthy" else 0)
+    assert "preflight before the first step: " + kept["result"] in fresh.said()
 
 
 def test_wait_that_runs_out_ends_with_86(node: MakeNode) -> None:
