@@ -33,14 +33,15 @@ class Journal:
     """The results so far.
 
     Args:
-        name: file stem in `benchmarks/out`.
+        name: file stem in `folder`.
         made: what the results belong to (product digest, seed); a file that says otherwise is renamed to `.old`.
+        folder: where the file stands; `benchmarks/out` where not given.
     """
 
-    def __init__(self, name: str, made: dict[str, Any]) -> None:
-        self.path = OUT / f"{name}.jsonl"
+    def __init__(self, name: str, made: dict[str, Any], folder: Path | None = None) -> None:
+        self.path = (folder or OUT) / f"{name}.jsonl"
         self.results: dict[str, Any] = {}
-        OUT.mkdir(parents=True, exist_ok=True)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
         lines = self.path.read_text().splitlines() if self.path.exists() else []
         head = _read(lines[0]) if lines else None
         if head != {"made": made}:

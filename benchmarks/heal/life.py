@@ -1,31 +1,29 @@
 """One life of a small training run: resumes from a trusted checkpoint, trains under a fault or a kill, and says how it
 ended. Accumulation of 4, clipping, dropout and batch norm; data and random numbers follow from step and rank alone.
+
+Flow: lived -> ranks -> **life**. It judges nothing.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
-import os
-import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 from sdcwatch import CorruptionDetected, Monitor
 from sdcwatch.checkpoints.manifest import resume_point
-from sdcwatch.heal import healer
 from sdcwatch.testing import Fault, FaultPlan
-from sdcwatch.watch.contain import Halt
-from sdcwatch.watch.exchange import Exchange
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-STEPS = 12
+from benchmarks.heal.cases import STEPS
+from benchmarks.heal.traps import Trap
+
 ACCUMULATE = 4
 SAVE_EVERY = 2
-REPLAY_EVERY = 3
 
 
 def loss_fn(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -41,28 +39,25 @@ def batch_of(step: int, rank: int, micro: int) -> dict[str, torch.Tensor]:
 
 
 def train(rank: int, size: int, root: str, job: dict[str, Any]) -> dict[str, Any]:
-    """Trains up to `STEPS`.
+    """Trains up to `STEPS`; notes each step that it begins in `begun-<rank>`, so that a killed life tells, too.
 
     Args:
-        job: `on_fault`, `faults` (fields of `Fault`), `kill` ({"during", "ranks", "step"}), `ranks_per_node`,
+        job: `on_fault`, `replay_every`, `faults` (fields of `Fault`), `kill` (see `traps`), `ranks_per_node`,
             `stop_after` (ends by itself after this step, as a preempted job does).
 
     Returns:
-        `digest` of parameters and optimizer state (None where it did not reach the end), `stopped` (step of a halt),
-        `first` step trained, `steps` trained, `heals`, `events`.
+        `digest` of parameters and optimizer state, on rank 0 of the buffers too (None where it did not reach the end),
+        `stopped` (step of a halt), `first` step trained, `healed`, `events`, `suspects`, `struck` (strikes here).
     """
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.GELU(), nn.Dropout(0.1), nn.Linear(32, 8))
     ddp = DistributedDataParallel(model, bucket_cap_mb=0.001)
     optimizer = torch.optim.AdamW(ddp.parameters(), 1e-2)
     first = resume(ddp, optimizer, Path(root) / "checkpoints")
-    plan = FaultPlan(tuple(Fault(**fault) for fault in job.get("faults", ())))
-    plan.install(ddp, optimizer, first_step=first)
-    current = [first]
-    kill = job.get("kill")
-    if kill is not None and rank in kill["ranks"]:
-        arm(kill, current)
-    node = f"node-{rank // job.get('ranks_per_node', 1)}"
+    faults = FaultPlan(tuple(Fault(**fault) for fault in job.get("faults", ())))
+    installed = faults.install(ddp, optimizer, first_step=first)
+    trap = Trap(job.get("kill"), Path(root), rank)
+    node = f"node-{rank // job['ranks_per_node']}"
     monitor = Monitor(
         ddp,
         optimizer,
@@ -71,43 +66,40 @@ def train(rank: int, size: int, root: str, job: dict[str, Any]) -> dict[str, Any
         node=node,
         checkpoint_dir=f"{root}/checkpoints",
         on_fault=job["on_fault"],
-        replay_every=REPLAY_EVERY,
+        replay_every=job["replay_every"],
         conservation_every=1,
     )
-    trained, stopped = 0, None
-    last = job.get("stop_after", STEPS - 1)
-    try:
-        for step in range(first, last + 1):
-            current[0] = step
-            torch.manual_seed(step * 100 + rank)
-            one_step(monitor, ddp, optimizer, step, rank)
-            trained += 1
-            if step % SAVE_EVERY == 1:
-                monitor.checkpoint(
-                    Path(root) / "checkpoints" / f"step-{step:03d}.pt", saver(ddp, optimizer, kill, current)
-                )
-        monitor.close()
-    except CorruptionDetected as error:
-        stopped = error.step
-    heals = {
-        outcome: sum(
-            monitor._epoch.reporter.metrics.get("sdc_heals_total", check=check, outcome=outcome) or 0  # type: ignore[union-attr]
-            for check in ("gradient_checksum", "allreduce_conservation", "weight_checksum", "replay")
-        )
-        for outcome in ("healed", "failed", "refused")
-    }
+    stopped, last = None, job.get("stop_after", STEPS - 1)
+    with Path(root, f"begun-{rank}").open("a", buffering=1) as begun:
+        try:
+            for step in range(first, last + 1):
+                trap.step = step
+                begun.write(f"{step}\n")
+                torch.manual_seed(step * 100 + rank)
+                one_step(monitor, ddp, optimizer, step, rank)
+                if step % SAVE_EVERY == 1:
+                    to = Path(root) / "checkpoints" / f"step-{step:03d}.pt"
+                    monitor.checkpoint(to, saver(ddp, optimizer, trap))
+            monitor.close()
+        except CorruptionDetected as error:
+            stopped = error.step
+    metrics = monitor._epoch.reporter.metrics  # type: ignore[union-attr]
     return {
-        "digest": digest(ddp, optimizer) if stopped is None and last == STEPS - 1 else None,
+        "digest": digest(ddp, optimizer, buffers=rank == 0) if stopped is None and last == STEPS - 1 else None,
         "stopped": stopped,
         "first": first,
-        "steps": trained,
-        "heals": heals,
+        "healed": sum(
+            int(metrics.get("sdc_heals_total", check=check, outcome="healed") or 0)
+            for check in ("gradient_checksum", "allreduce_conservation", "weight_checksum", "replay")
+        ),
         "events": [f"{v.check}: {v.kind}, {v.path}" for v in monitor.verdicts],
         "suspects": sorted({r for v in monitor.verdicts for r in v.suspects}),
+        "struck": len(installed.strikes),
     }
 
 
 def one_step(monitor: Monitor, ddp: Any, optimizer: torch.optim.Optimizer, step: int, rank: int) -> None:
+    """Four micro-batches, clipping, the optimizer."""
     with monitor.step(step) as s:
         for micro in range(ACCUMULATE):
             with ddp.no_sync() if micro < ACCUMULATE - 1 else contextlib.nullcontext():
@@ -132,38 +124,22 @@ def resume(ddp: Any, optimizer: torch.optim.Optimizer, folder: Path) -> int:
     return record.step + 1
 
 
-def saver(
-    ddp: Any, optimizer: torch.optim.Optimizer, kill: dict[str, Any] | None, current: list[int]
-) -> Callable[[Path], object]:
+def saver(ddp: Any, optimizer: torch.optim.Optimizer, trap: Trap) -> Callable[[Path], object]:
+    """What `monitor.checkpoint` calls to write."""
+
     def save(path: Path) -> None:
         torch.save({"model": ddp.module.state_dict(), "optimizer": optimizer.state_dict()}, path)
-        if kill is not None and kill["during"] == "checkpoint" and current[0] >= kill["step"]:
-            path.write_bytes(path.read_bytes()[:100])  # torn
-            os.kill(os.getpid(), signal.SIGKILL)
+        trap.written(path)
 
     return save
 
 
-def digest(ddp: Any, optimizer: torch.optim.Optimizer) -> str:
-    state = [*ddp.module.parameters(), *(v for s in optimizer.state.values() for v in s.values())]
+def digest(ddp: Any, optimizer: torch.optim.Optimizer, *, buffers: bool) -> str:
+    """SHA-256 over all bits; buffers are each rank's own under DDP, and rank 0's go into checkpoints."""
+    state: Iterable[torch.Tensor] = (
+        *ddp.module.parameters(),
+        *(value for held in optimizer.state.values() for value in held.values()),
+        *(ddp.module.buffers() if buffers else ()),
+    )
     content = b"".join(t.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes() for t in state)
     return hashlib.sha256(content).hexdigest()
-
-
-def arm(kill: dict[str, Any], current: list[int]) -> None:
-    """SIGKILL to this process, without a word, as soon as it is inside of what `kill["during"]` names."""
-
-    def dying(original: Any) -> Any:
-        def wrapped(*arguments: Any, **named: Any) -> Any:
-            if current[0] >= kill["step"]:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return original(*arguments, **named)
-
-        return wrapped
-
-    if kill["during"] == "check":
-        Exchange.rows = dying(Exchange.rows)  # type: ignore[method-assign]
-    elif kill["during"] == "heal":
-        healer.recompute = dying(healer.recompute)  # type: ignore[attr-defined]
-    elif kill["during"] == "halt":
-        Halt.taint = dying(Halt.taint)  # type: ignore[method-assign]

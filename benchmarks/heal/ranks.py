@@ -1,50 +1,72 @@
-"""Real gloo ranks as forked processes, bounded in time; what became of each, also of those that were killed."""
+"""Real gloo ranks as forked processes, bounded in time; what became of each, also of those that were killed.
+
+They are forked from a process that has imported torch and the product. Flow: lived -> **ranks** -> life.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import datetime
 import multiprocessing
 import os
-import queue
+import signal
 import socket
-import sys
 import time
 from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
 import torch
-import torch._dynamo  # DDP's constructor imports it: seconds that every rank would pay again
 import torch.distributed as dist
 
 TIMEOUT_SECONDS = 60.0
+#: In a life that is killed: those that are left notice a closed connection at once, or this late.
+KILLED_SECONDS = 20.0
 LIMIT_SECONDS = 150.0
+_PR_SET_PDEATHSIG = 1
 
 
-def run(function: Callable[..., Any], size: int, *arguments: Any) -> list[tuple[str, Any]]:
+def die_with_parent() -> None:
+    """This process is killed when the one that forked it is gone (Linux; elsewhere it ends by its own limit)."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def run(
+    function: Callable[..., Any], size: int, *arguments: Any, log: Path, timeout: float = TIMEOUT_SECONDS
+) -> list[tuple[str, Any]]:
     """Runs `function(rank, size, *arguments)` on `size` ranks.
+
+    Args:
+        log: what each rank prints goes to this file with `-<rank>` added.
+        timeout: seconds, of the process group.
 
     Returns:
         By rank: ("value", what it returned), ("error", text), ("exit", status), ("died", exit code) or ("hung", limit).
     """
     context = multiprocessing.get_context("fork")
-    out: Any = context.Queue()
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = int(probe.getsockname()[1])
-    sys.stdout.flush()
-    sys.stderr.flush()
-    processes = [context.Process(target=_rank, args=(function, r, size, port, out, arguments)) for r in range(size)]
-    for process in processes:
+    processes: list[Any] = []
+    pipes: dict[Any, int] = {}
+    for rank in range(size):
+        # A pipe each: a rank that is killed while it holds a shared queue's lock would silence the others.
+        ours, theirs = context.Pipe(duplex=False)
+        process = context.Process(target=_rank, args=(function, rank, size, port, theirs, arguments, log, timeout))
         process.start()
+        theirs.close()
+        processes.append(process)
+        pipes[ours] = rank
     found: dict[int, tuple[str, Any]] = {}
     deadline = time.monotonic() + LIMIT_SECONDS
-    while len(found) < size and time.monotonic() < deadline:
-        try:
-            rank, kind, value = out.get(timeout=0.1)
-            found[rank] = (kind, value)
-        except queue.Empty:
-            if not any(p.is_alive() for p in processes) and out.empty():
-                break
+    while pipes and time.monotonic() < deadline:
+        for ready in wait(list(pipes), timeout=1.0):
+            rank = pipes.pop(ready)
+            with contextlib.suppress(EOFError):
+                found[rank] = ready.recv()  # type: ignore[union-attr]
     for rank, process in enumerate(processes):
         process.join(timeout=2)
         if process.is_alive():
@@ -55,23 +77,33 @@ def run(function: Callable[..., Any], size: int, *arguments: Any) -> list[tuple[
     return [found[rank] for rank in range(size)]
 
 
-def _rank(function: Callable[..., Any], rank: int, size: int, port: int, out: Any, arguments: tuple[Any, ...]) -> None:
+def _rank(
+    function: Callable[..., Any],
+    rank: int,
+    size: int,
+    port: int,
+    out: Connection,
+    arguments: tuple[Any, ...],
+    log: Path,
+    timeout: float,
+) -> None:
+    die_with_parent()
     os.environ.update(
         MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK="0",
         SDCWATCH_JOB="campaign-heal", SDCWATCH_AGENT="off", SDCWATCH_MAX_OVERHEAD="0",
     )  # fmt: skip
-    null = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(null, 1)
-    os.dup2(null, 2)
+    file = os.open(f"{log}-{rank}", os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
     torch.set_num_threads(1)
-    timeout = datetime.timedelta(seconds=TIMEOUT_SECONDS)
     try:
-        dist.init_process_group("gloo", rank=rank, world_size=size, timeout=timeout)
-        out.put((rank, "value", function(rank, size, *arguments)))
+        limit = datetime.timedelta(seconds=timeout)
+        dist.init_process_group("gloo", rank=rank, world_size=size, timeout=limit)
+        answer: tuple[str, Any] = ("value", function(rank, size, *arguments))
     except SystemExit as stop:
-        out.put((rank, "exit", stop.code))
+        answer = ("exit", stop.code)
     except BaseException as error:
-        out.put((rank, "error", f"{type(error).__name__}: {error}"[:300]))
-    out.close()
-    out.join_thread()
+        answer = ("error", f"{type(error).__name__}: {error}"[:300])
+    with contextlib.suppress(OSError):
+        out.send(answer)
     os._exit(0)
