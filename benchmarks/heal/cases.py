@@ -17,6 +17,8 @@ BETWEEN, AUDITED = 5, 6
 COMPUTE = ("forward", "backward", "local_gradient", "input_batch")
 REDUCE = ("reduced_gradient", "reduced_gradient_some", "reduced_gradient_all")
 STATE = ("optimizer_weight", "weights_at_rest", "optimizer_state", "optimizer_state_at_rest")
+#: More lives than any run has.
+MOST = 99
 FAULT, BEGINS, KILL = "fault", "begins", "kill"
 
 
@@ -27,10 +29,11 @@ class Case:
     Attributes:
         section: `fault`, `begins` (a fault that begins between two audits, a checkpoint before the next) or `kill`.
         name, when, on_fault, size: what the table says.
-        faults: fields of `Fault`, of the first life only: the bad node is replaced before the second.
+        faults: fields of `Fault`, of the first `bad_lives` lives: then the bad node is replaced.
         kill: `{"during", "ranks", "step"}`, see `traps`.
         rot: the first life ends early, as a preempted one, and its newest checkpoint rots before the second.
-        blind: nothing is there that could see this fault; its final weights are wrong. Otherwise they must be right.
+        trust: what a resume asks of a checkpoint, beyond what the latch asks.
+        blind: nothing is there that could prove this fault; its final weights are wrong. Otherwise they must be right.
     """
 
     section: str
@@ -43,6 +46,8 @@ class Case:
     ranks_per_node: int = 1
     replay_every: int = REPLAY_EVERY
     rot: bool = False
+    trust: str = "checked"
+    bad_lives: int = 1
     blind: bool = False
 
     @property
@@ -101,6 +106,16 @@ def of_beginnings(size: int) -> Iterator[Case]:
             fault = {**_fault("backward"), "step": step}
             when = f"at step {step}, audits every {every}"
             yield Case(BEGINS, "backward", when, "halt", size, (fault,), replay_every=every)
+    # Nothing has seen the fault when the job dies: what is only checked may be wrong, what is verified is not.
+    kill = {"during": "check", "ranks": list(range(size)), "step": 7}
+    killed = "at step 5, audits every 4, kill -9 at 7"
+    for name, more in (
+        ("resumed elsewhere from a verified one", {"trust": "verified"}),
+        ("resumed elsewhere", {"blind": True}),
+        ("resumed on the bad node", {"blind": True, "bad_lives": MOST}),
+    ):
+        when = f"{killed}, {name}"
+        yield Case(BEGINS, "backward", when, "halt", size, (_fault("backward"),), kill, replay_every=4, **more)
 
 
 def of_kills(size: int) -> Iterator[Case]:

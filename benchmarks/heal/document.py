@@ -24,7 +24,9 @@ _TOLD = {
     ),
     BEGINS: (
         "A gradient of rank 1 is wrong from the step given on, and the next audit shows it. What was written in "
-        "between may hold it and is never\nchosen, nor is an older one that no audit has verified."
+        "between may hold it and is never\nchosen, nor is an older one that no audit has verified. Where the job is "
+        'killed before that audit, only a verified checkpoint is safe\n(`last_clean(folder, "verified")`); '
+        "`resume_point` takes the newest checked one."
     ),
     KILL: (
         "All named processes get SIGKILL at once, when the first of them is there; two ranks a node (one where a heal "
@@ -52,7 +54,7 @@ def tables(results: Sequence[Result], seconds: float) -> str:
     fine = [r for r in results if not r.trouble]
     equal, blind = sum(r.equal for r in results), sum(r.case.blind for r in results)
     again = [r for r in results if r.resumed]
-    wrong = [r for r in again if r.case.faults]
+    wrong = [r for r in again if r.case.faults and not r.case.blind]
     sizes = sorted({r.case.size for r in results})
     parts = [
         f"Written by `make campaign-heal`, which goes on after a kill: {len(results)} runs, "
@@ -60,10 +62,10 @@ def tables(results: Sequence[Result], seconds: float) -> str:
         f"{seconds / 60:.0f} minutes of runs.\n"
         f"Each run: {STEPS} steps, accumulation of 4, clipping, dropout, batch norm, AdamW; audits every 3 steps, a "
         "checkpoint every 2. *Equal*: parameters,\noptimizer state and rank 0's buffers, to the bit.\n\n"
-        f"- {len(fine)} of {len(results)} runs ended as they must: {equal} equal to a clean run, {blind} not equal "
-        "(once, between audits), none hung, no healthy rank was named.\n"
-        f"- {len(again)} runs resumed; none of the {len(wrong)} with a fault began its second life from a checkpoint "
-        "of the faulty step or a later one.\n"
+        f"- {len(fine)} of {len(results)} runs ended as they must: {equal} equal to a clean run, {blind} not (above), "
+        "none hung, no healthy rank was named.\n"
+        f"- {len(again)} runs resumed; none of the {len(wrong)} whose fault was seen began its second life from a "
+        "checkpoint of the faulty step or a later one.\n"
     ]
     for section, title in _TITLES.items():
         rows: dict[tuple[str, str, str], list[Result]] = {}
@@ -108,5 +110,7 @@ def _resumed(result: Result) -> str:
 def _seen(group: list[Result]) -> str:
     if group[0].case.rot:
         return "bytes that are not the manifest's"
+    if group[0].outliers:
+        return "calibration outlier: an alert; nothing is verified any more"
     events = list(dict.fromkeys(event for r in group for event in r.events))
     return "; ".join(events) or ("-" if group[0].case.kill else "nothing")

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from sdcwatch import CorruptionDetected, Monitor
-from sdcwatch.checkpoints.manifest import resume_point
+from sdcwatch.checkpoints.manifest import last_clean, resume_point
 from sdcwatch.testing import Fault, FaultPlan
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -43,17 +43,18 @@ def train(rank: int, size: int, root: str, job: dict[str, Any]) -> dict[str, Any
 
     Args:
         job: `on_fault`, `replay_every`, `faults` (fields of `Fault`), `kill` (see `traps`), `ranks_per_node`,
-            `stop_after` (ends by itself after this step, as a preempted job does).
+            `trust` (what a resume asks for), `stop_after` (ends by itself after this step, as a preempted job does).
 
     Returns:
         `digest` of parameters and optimizer state, on rank 0 of the buffers too (None where it did not reach the end),
-        `stopped` (step of a halt), `first` step trained, `healed`, `events`, `suspects`, `struck` (strikes here).
+        `stopped` (step of a halt), `first` step trained, `healed`, `events`, `suspects`, `struck` (strikes here),
+        `outliers` (calibrations in which this rank's replay was not that of the next node).
     """
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.GELU(), nn.Dropout(0.1), nn.Linear(32, 8))
     ddp = DistributedDataParallel(model, bucket_cap_mb=0.001)
     optimizer = torch.optim.AdamW(ddp.parameters(), 1e-2)
-    first = resume(ddp, optimizer, Path(root) / "checkpoints")
+    first = resume(ddp, optimizer, Path(root) / "checkpoints", job["trust"])
     faults = FaultPlan(tuple(Fault(**fault) for fault in job.get("faults", ())))
     installed = faults.install(ddp, optimizer, first_step=first)
     trap = Trap(job.get("kill"), Path(root), rank)
@@ -95,6 +96,7 @@ def train(rank: int, size: int, root: str, job: dict[str, Any]) -> dict[str, Any
         "events": [f"{v.check}: {v.kind}, {v.path}" for v in monitor.verdicts],
         "suspects": sorted({r for v in monitor.verdicts for r in v.suspects}),
         "struck": len(installed.strikes),
+        "outliers": int(metrics.get("sdc_calibration_outliers_total") or 0),
     }
 
 
@@ -109,12 +111,12 @@ def one_step(monitor: Monitor, ddp: Any, optimizer: torch.optim.Optimizer, step:
         optimizer.zero_grad()
 
 
-def resume(ddp: Any, optimizer: torch.optim.Optimizer, folder: Path) -> int:
+def resume(ddp: Any, optimizer: torch.optim.Optimizer, folder: Path, trust: str) -> int:
     """Loads what may be trusted; the first step to train. One throw-away backward first: see decision 8."""
     fresh = {name: value.clone() for name, value in ddp.module.state_dict().items()}
     ddp(batch_of(0, 0, 0)["input"]).sum().backward()
     optimizer.zero_grad()
-    record = resume_point(folder)
+    record = resume_point(folder) if trust == "checked" else last_clean(folder, trust)
     if record is None:
         ddp.module.load_state_dict(fresh)
         return 0

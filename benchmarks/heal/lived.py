@@ -31,6 +31,8 @@ class Result:
 
     Attributes:
         equal: parameters, optimizer state and rank 0's buffers are a clean run's, to the bit.
+        outliers: ranks that a calibration found unlike the others; an alert, never an accusation.
+        verified: the newest step that counts as verified in the end.
         repeated: steps that a later life began again, the one that halted or was killed included.
         resumed: the step of the checkpoint that each later life resumed from; None: none could be trusted.
         trouble: why this is not what must be; "" where it is.
@@ -42,6 +44,8 @@ class Result:
     repeated: int = 0
     healed: int = 0
     struck: int = 0
+    outliers: list[int] = field(default_factory=list)
+    verified: int | None = None
     resumed: list[int | None] = field(default_factory=list)
     events: list[str] = field(default_factory=list)
     suspects: list[int] = field(default_factory=list)
@@ -65,7 +69,7 @@ def clean_digests(size: int, root: Path) -> list[str]:
         AssertionError: it did not end, or something was said.
     """
     (root / "checkpoints").mkdir(parents=True)
-    job = {"on_fault": "observe", "replay_every": STEPS, "ranks_per_node": 1}
+    job = {"on_fault": "observe", "replay_every": STEPS, "ranks_per_node": 1, "trust": "checked"}
     found = ranks.run(life.train, size, str(root), job, log=root / "clean")
     assert all(kind == "value" and not value["events"] for kind, value in found), found
     digests = [str(value["digest"]) for _, value in found]
@@ -92,6 +96,8 @@ def lived(case: Case, root: Path, clean: Sequence[str]) -> Result:
             break
         if not result.trouble:
             _between_lives(case, root, result.lives)
+    records = list_checkpoints(root / "checkpoints")
+    result.verified = max((r.step for r in records if r.trusted("verified")), default=None)
     begun = [len(file.read_text().split()) for file in root.glob("begun-*")]
     result.repeated = max(begun, default=STEPS) - STEPS
     result.trouble = result.trouble or wrong(result)
@@ -102,9 +108,12 @@ def lived(case: Case, root: Path, clean: Sequence[str]) -> Result:
 def _one_life(case: Case, root: Path, number: int) -> list[tuple[str, Any]]:
     job: dict[str, Any] = {
         "on_fault": case.on_fault, "replay_every": case.replay_every, "ranks_per_node": case.ranks_per_node,
+        "trust": case.trust,
     }  # fmt: skip
+    if number < case.bad_lives:
+        job["faults"] = case.faults
     if number == 0:
-        job |= {"faults": case.faults, "kill": case.kill}
+        job["kill"] = case.kill
         if case.rot:
             job["stop_after"] = ROT_AFTER
     killed = case.kill is not None and number == 0
@@ -130,6 +139,7 @@ def _take(result: Result, values: list[dict[str, Any]]) -> None:
     result.healed = max(v["healed"] for v in values)  # counters go on after a restart
     result.struck += sum(v["struck"] for v in values)
     result.events = list(dict.fromkeys([*result.events, *values[0]["events"]]))
+    result.outliers = sorted({*result.outliers, *(r for r, v in enumerate(values) if v["outliers"])})
     result.suspects = sorted({*result.suspects, *values[0]["suspects"]})
 
 
@@ -156,10 +166,12 @@ def wrong(result: Result) -> str:
     case = result.case
     accused = {fault["rank"] for fault in case.faults}
     begins = min((fault["step"] for fault in case.faults), default=STEPS)
-    if not set(result.suspects) <= accused:
-        return f"ranks {result.suspects} were named, ranks {sorted(accused)} were bad"
+    if not {*result.suspects, *result.outliers} <= accused:
+        return f"ranks {result.suspects} were named, {result.outliers} outliers, ranks {sorted(accused)} were bad"
     if case.faults and case.kill is None and not result.struck:
         return "the fault never struck"
+    if case.bad_lives > 1 and (not result.outliers or (result.verified or 0) >= begins):
+        return f"outliers {result.outliers}, verified up to {result.verified}: the bad node went by in silence"
     if case.blind:
         return f"seen, though nothing is there to see it: {result.events or 'equal'}" if _seen(result) else ""
     if not result.equal:
