@@ -1,9 +1,10 @@
 """What sdcwatch costs on one GPU, in under five minutes and without a network: `python benchmarks/gpu.py`.
 
 Two ranks share the device (or two processes a CPU, `--device cpu --tiny`): fingerprint bandwidth against a copy's,
-whole steps with and without the monitor, host reads a step, extra memory, and equality of the weights. The two ranks
-reduce over gloo, since NCCL refuses two ranks on one device: that is slower than a real reduce, so `overhead` is also
-given as `added_ms` a step, to be held against a step of your own.
+whole steps with and without the monitor, host reads a step, how far the host runs ahead of the device (what a strict
+gate costs), extra memory, and equality of the weights. The two ranks reduce over gloo, since NCCL refuses two ranks on
+one device: that is slower than a real reduce, so `overhead` is also given as `added_ms` a step, to be held against a
+step of your own.
 """
 
 from __future__ import annotations
@@ -95,13 +96,16 @@ def _steps(rank: int, ranks: int, kind: str, size: Size, tokens: int, pairs: int
     assert isinstance(watched, Watched)
     watched.step(batch, loss_fn)
     ratios, added, reads = [], [], 0
+    ahead: dict[str, list[float]] = {"Plain": [], "Watched": []}
     for number in range(pairs):
         seconds = {}
         for run in (plain, watched) if number % 2 else (watched, plain):
             dist.barrier()
             begin = time.perf_counter()
             run.step(batch, loss_fn)
+            issued = time.perf_counter()
             _wait(device)
+            ahead[type(run).__name__].append(1000 * (time.perf_counter() - issued))
             seconds[type(run).__name__] = time.perf_counter() - begin
         ratios.append(seconds["Watched"] / seconds["Plain"])
         added.append(1000 * (seconds["Watched"] - seconds["Plain"]))
@@ -118,6 +122,8 @@ def _steps(rank: int, ranks: int, kind: str, size: Size, tokens: int, pairs: int
     return {
         "overhead": statistics.median(ratios) - 1, "added_ms": statistics.median(added),
         "pairs": pairs, "host_reads": reads, "same_bits": same,
+        # work still queued on the device as the loop's body ended: what the gate's reads leave of the run-ahead
+        "run_ahead_ms": statistics.median(ahead["Watched"]), "run_ahead_ms_without": statistics.median(ahead["Plain"]),
         "extra_mb": max(peak, 0) / 2**20,
     }  # fmt: skip
 
