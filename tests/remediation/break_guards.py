@@ -81,7 +81,53 @@ GUARDS: dict[str, tuple[tuple[str, str, str], ...]] = {
         ("actions/replace.py", "and ctx.clock() - live[-1].reserved_at < ANSWER_SECONDS:", "and True:"),
         ("worker.py", "if overdue and not reads:", "if overdue and not reads and False:"),
     ),
-    "a second case for one instance": (("store.py", "if standing is not None:", "if False:"),),
+    "one failed test of another halt is enough": (
+        ("known_answer.py", "if test.latch_id != event.id:", "if False:"),
+        ("known_answer.py", "if not event.time < test.time <= now + FUTURE_SECONDS:", "if False:"),
+        ("context.py", 'if line["detail"]["latch_id"] == latch_id', "if True"),
+    ),
+    "a passing known-answer test confirms": (
+        ("known_answer.py", 'if test.result == "pass":', "if False:"),
+        ("known_answer.py", 'if device.outcome == "fail" for', "for"),
+    ),
+    "an owner is told without asking the gates": (
+        (
+            "actions/handing_over.py",
+            'if (act is not None and act.name == "suspect") or intent is None:',
+            "if intent is None:",
+        ),
+        ("actions/handing_over.py", "if not permitted(ctx, case, decision):", "if False:"),
+        ("ledger.py", 'table.c.state == case.state, table.c.held_by == "")', "table.c.state == case.state)"),
+        ("ledger.py", "if paused := _pause_in(connection):", "if paused := None:"),
+    ),
+    "a handed over node is replaced from here as well": (
+        ("actions/isolate.py", '"handing_over" if road == "handover" else "replacing"', '"replacing"'),
+    ),
+    "an Event is named after the moment": (
+        ("actions/handover.py", '"name": f"{head}.{self._case.id}"', '"name": f"{head}.{self._clock():.3f}"'),
+        (
+            "actions/handover.py",
+            'if times(done, "announce", name, "accepted") or tried >= EVENT_TRIES:',
+            "if tried >= 2:",
+        ),
+    ),
+    "a condition that others set is written over": (
+        ("actions/handover.py", 'if times(done, "suspect", name, "accepted"):', "if False:"),
+        ("actions/handover.py", 'if found.get("status") == "True":', "if False:"),
+        ("actions/handover.py", "found = _condition(node)", "found: dict[str, Any] = {}"),
+    ),
+    "a rejected node keeps its condition": (
+        ("actions/handover.py", "if not _ours(_condition(node), ours):", "if True:"),
+    ),
+    "somebody else's cordon is taken for nobody's": (
+        (
+            "actions/eks.py",
+            'if node.get("spec", {}).get("unschedulable") and marked != ours else ""',
+            'if False else ""',
+        ),
+    ),
+    "every pod on the node is evicted": (("actions/eks.py", "if job in pod.jobs and not pod.of_node]", "]"),),
+    "a second case for one instance": (("intake.py", "if standing is not None:", "if False:"),),
 }
 
 LIMIT_SECONDS = 600

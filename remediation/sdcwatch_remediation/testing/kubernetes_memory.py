@@ -28,6 +28,8 @@ WRITES = {"eks": _ISOLATES, "handover": (("patch", "nodes/status"), ("create", "
 """What a fault can be ordered for, by road."""
 KINDS = ("before", "after", "drop_before", "drop_after")
 STATUSES = (403, 409, 429, 500, 503)
+THEIRS = "seen by our own probe"
+"""What somebody else writes into the condition."""
 OTHERS_POD = 0.1
 """Share of the nodes on which something runs besides the job."""
 
@@ -57,6 +59,8 @@ class KubernetesMemory(KubernetesApi):
         self._instances: dict[str, str] = {}
         self._others: set[str] = set()
         """Nodes that somebody else cordoned."""
+        self.wrongs: list[str] = []
+        """What of others' was written over, one sentence each."""
         self._look()
 
     def client(self, point: Callable[[str], None]) -> EksClient:
@@ -86,29 +90,38 @@ class KubernetesMemory(KubernetesApi):
             self._others.add(node["metadata"]["name"])
             self.world.stamp(node)
 
-    def others_uncordon(self) -> None:
-        """Let whoever cordoned a node give it back."""
-        for name in self._others & set(self.world.nodes):
-            self.world.nodes[name]["spec"].pop("unschedulable", None)
-            self.world.stamp(self.world.nodes[name])
+    def suspect_by_others(self, instance_id: str) -> None:
+        """Let somebody else set the condition on a node."""
+        self._look()
+        node = self.world.nodes.get(f"hyperpod-{instance_id}")
+        if node is not None and not _suspected(node):
+            kept = [c for c in node["status"]["conditions"] if c["type"] != CONDITION]
+            node["status"]["conditions"] = [*kept, {"type": CONDITION, "status": "True", "message": THEIRS}]
+            self.world.stamp(node)
+
+    def others_undo(self) -> None:
+        """Let whoever cordoned a node give it back, and whoever set its condition take that back."""
+        for name, node in self.world.nodes.items():
+            condition = _condition(node)
+            if name in self._others:
+                node["spec"].pop("unschedulable", None)
+                self.world.stamp(node)
+            if _suspected(node) and condition["message"] == THEIRS:
+                condition["status"] = "False"
+                self.world.stamp(node)
         self._others.clear()
 
     def owner_acts(self) -> bool:
         """Let the owner of the nodes replace one that it was told of; return whether there was one."""
         self._look()
         for name, node in self.world.nodes.items():
-            if _suspected(node):
+            if _suspected(node) and _condition(node)["message"] != THEIRS:
                 try:
                     self._simulator.others_replace(self._instances[name])
                 except ValueError:
                     continue  # it is being replaced already
                 return True
         return False
-
-    def foreign_marks(self) -> list[str]:
-        """Return the nodes that somebody else cordoned and that carry our mark."""
-        there = self._others & set(self.world.nodes)
-        return sorted(name for name in there if CASE in self.world.nodes[name]["metadata"]["annotations"])
 
     def carries(self, instance_id: str, case_id: str) -> bool:
         """Whether an instance's node still carries a case's mark, or its condition."""
@@ -141,6 +154,8 @@ class KubernetesMemory(KubernetesApi):
                 del self.world.pods[key]
 
     def _patch(self, node: dict[str, Any], body: Any, *, of_status: bool, by_key: bool) -> Answer:
+        name = node["metadata"]["name"]
+        theirs = (_suspected(node) and _condition(node)["message"] == THEIRS) if of_status else name in self._others
         reply = super()._patch(node, body, of_status=of_status, by_key=by_key)
         if reply[0] == 200:
             if of_status:
@@ -150,7 +165,9 @@ class KubernetesMemory(KubernetesApi):
             else:
                 mark = (body["metadata"]["annotations"].get(CASE) or "").rpartition(":")[2]
                 what = "cordon" if mark else "uncordon"
-            self._log(what, node["metadata"]["name"], mark)
+            self._log(what, name, mark)
+            if theirs:
+                self.wrongs.append(f"{what} of {name}, which somebody else had marked or cordoned")
         return reply
 
     def _evict(self, pod: dict[str, Any], body: Any) -> Answer:

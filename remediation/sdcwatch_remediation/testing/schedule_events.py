@@ -166,9 +166,12 @@ class Happenings(World):
         if self.slurm is not None and members and self.random.random() < 0.3:
             self.note("others drain")
             self.slurm.drain_by_others(self.random.choice(members).node_name)
-        elif self.kubernetes is not None and members and self.random.random() < 0.3:
-            self.note("others cordon")
-            self.kubernetes.cordon_by_others(self.random.choice(members).instance_id)
+        elif self.kubernetes is not None and members and self.random.random() < 0.6:
+            suspects = self.random.random() < 0.5
+            self.note("others suspect" if suspects else "others cordon")
+            act = self.kubernetes.suspect_by_others if suspects else self.kubernetes.cordon_by_others
+            blamed = [member for member in members if member.instance_id in self.blamed]
+            act(self.random.choice(blamed or members).instance_id)
         elif members and self.random.random() < 0.4:
             self.note("others replace")
             self.simulator.others_replace(self.random.choice(members).instance_id)
@@ -186,7 +189,7 @@ class Happenings(World):
         if self.slurm is not None and self.random.random() < share:
             self.slurm.others_resume()
         if self.kubernetes is not None and self.random.random() < share:
-            self.kubernetes.others_uncordon()
+            self.kubernetes.others_undo()
 
     def owner(self) -> None:
         """Let the owner of the nodes replace one that it was told of."""

@@ -96,8 +96,7 @@ def _of_kubernetes(world: World, kubernetes: KubernetesMemory) -> Iterator[str]:
     for (instance, case_id), count in events.items():
         if count > 1:
             yield f"{case_id} wrote {count} Events about {instance}"
-    for name in kubernetes.foreign_marks():
-        yield f"{name}: somebody else's cordon carries our mark"
+    yield from kubernetes.wrongs
     if world.result.road == "handover" and world.simulator.calls(REPLACE):
         yield "a node that is its owner's to replace was asked to be replaced from here"
     for case in world.services[-1].store.cases():
