@@ -194,9 +194,15 @@ CASES: dict[str, tuple[str, ...]] = {
         "remediation/test_service_alerts.py::test_a_hostile_node_name_opens_nothing",
         "remediation/test_action_acts.py::test_a_hostile_job_name_or_comment_in_slurms_output_is_not_taken_for_ours",
         "remediation/test_hyperpod_action_outcomes.py::test_nothing_is_sent_for_what_is_no_instance_id",
+        "remediation/test_service_hostile_labels.py::test_no_label_starts_a_process_or_opens_a_connection",
+        "remediation/test_service_hostile_labels.py::test_a_hostile_job_name_of_a_proven_event_reaches_no_command",
     ),
     "43 a success with failures inside": (
         "remediation/test_hyperpod_action_outcomes.py::test_answers_are_read_to_the_end",
+        "remediation/test_hyperpod_action_outcomes.py::"
+        "test_of_an_answer_about_26_ids_only_the_one_that_was_asked_for_counts",
+        "remediation/test_hyperpod_action_outcomes.py::test_26_ids_in_one_call_are_never_sent",
+        "remediation/test_simulator_wire.py::test_replace_refuses_what_botocore_lets_through",
         "remediation/test_hyperpod_action_outcomes.py::test_each_fault_has_its_outcome",
         "remediation/test_service_cases.py::test_it_is_not_done_before_another_instance_runs",
     ),

@@ -239,6 +239,56 @@ def test_answers_are_read_to_the_end(provider: HyperPod, answer: dict[str, Any],
         assert provider.replace("i-0123456789abcdef0").outcome is outcome
 
 
+MANY = [f"i-{number:017x}" for number in range(26)]
+
+
+@pytest.mark.parametrize(
+    ("answer", "outcome"),
+    [
+        ({"Successful": MANY}, Outcome.ACCEPTED),
+        ({"Successful": MANY[1:]}, Outcome.UNKNOWN),
+        (
+            {"Failed": [{"NodeId": one, "ErrorCode": "InstanceIdInUse", "Message": "m"} for one in MANY]},
+            Outcome.REFUSED,
+        ),
+        (
+            {
+                "Successful": MANY[1:],
+                "Failed": [{"NodeId": MANY[0], "ErrorCode": "InstanceIdInUse", "Message": "m"}],
+            },
+            Outcome.REFUSED,
+        ),
+        (
+            {
+                "Successful": MANY[:1],
+                "Failed": [{"NodeId": one, "ErrorCode": "InternalServerError", "Message": "m"} for one in MANY[1:]],
+            },
+            Outcome.ACCEPTED,
+        ),
+        (
+            {"Failed": [{"NodeId": one, "ErrorCode": "InternalServerError", "Message": "m"} for one in MANY[1:]]},
+            Outcome.UNKNOWN,
+        ),
+    ],
+)
+def test_of_an_answer_about_26_ids_only_the_one_that_was_asked_for_counts(
+    provider: HyperPod, answer: dict[str, Any], outcome: Outcome
+) -> None:
+    """One id goes out however many stand in the answer; what it says of the others makes nothing done or refused."""
+    with Stubber(provider._get_client()) as stubber:
+        stubber.add_response("batch_replace_cluster_nodes", answer, {"ClusterName": "demo", "NodeIds": [MANY[0]]})
+        assert provider.replace(MANY[0]).outcome is outcome
+
+
+def test_26_ids_in_one_call_are_never_sent(simulator: Simulator, provider: HyperPod) -> None:
+    """The API takes 25; of ours a call has one, and a text that holds 26 is no instance id."""
+    for text in (" ".join(MANY), ",".join(MANY), "\n".join(MANY), str(MANY)):
+        assert provider.replace(text).code == "InvalidInstanceId"
+        with pytest.raises(ValueError, match="nothing was sent"):
+            provider.replace_request(text)
+    assert simulator.calls() == []
+
+
 @pytest.mark.parametrize(
     ("code", "status", "outcome", "retryable"),
     [
