@@ -28,8 +28,8 @@ Require = Callable[[str], Path]
 pytestmark = [pytest.mark.libraries, pytest.mark.timeout(300)]
 
 
-def launch(example: str, folder: Path, fault_rank: str, **variables: str) -> str:
-    """Runs an example on three ranks, `folder` being the working directory; its stderr."""
+def launch(example: str, folder: Path, fault_rank: str, status: int = 0, **variables: str) -> str:
+    """Runs an example on three ranks, `folder` being the working directory, to this status of torchrun; its stderr."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("SDCWATCH_", "SLURM_"))} | {
         "SDCWATCH_JOB": "library", "SDCWATCH_AGENT": "off", "SDCWATCH_MAX_OVERHEAD": "0",
         "TEST_SPOOLS": str(folder), "TEST_FAULT_RANK": fault_rank,
@@ -42,7 +42,7 @@ def launch(example: str, folder: Path, fault_rank: str, **variables: str) -> str
          str(ROOT / "tests/libraries/one_rank.py"), str(ROOT / "examples" / example)],
         env=environment, capture_output=True, text=True, timeout=280, cwd=folder,
     )  # fmt: skip
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+    assert done.returncode == status, done.stdout[-3000:] + done.stderr[-6000:]
     return done.stderr
 
 
@@ -88,6 +88,17 @@ def test_what_the_trainer_saved_is_trusted_although_it_rotates(example: str, tmp
     found = checkpoint.last_clean(folder, "verified")
     assert found is not None
     assert found.step >= 6
+
+
+@pytest.mark.parametrize("example", ["hf_trainer.py", "lightning_trainer.py"])
+def test_a_halt_ends_the_trainer_and_leaves_a_clean_checkpoint(example: str, tmp_path: Path, require: Require) -> None:
+    """It comes right after a save: the run ends all the same, and a resume finds what was verified before."""
+    require(f"module:{EXAMPLES[example][0]}")
+    stderr = launch(example, tmp_path, "1", status=1, SDCWATCH_ON_FAULT="halt")
+    assert "CorruptionDetected" in stderr
+    found = checkpoint.resume_point(tmp_path / "checkpoints")
+    assert found is not None
+    assert found.step in (2, 4)
 
 
 @pytest.mark.parametrize("example", EXAMPLES)

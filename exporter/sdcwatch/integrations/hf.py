@@ -9,7 +9,7 @@ trainer saves is noted. Flow: Trainer -> **hf** -> monitor.
 from __future__ import annotations
 
 import importlib
-from concurrent.futures import Future
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,19 @@ from torch.nn.parallel import DistributedDataParallel
 from sdcwatch.errors import ConfigurationError
 from sdcwatch.monitor import Monitor, Step
 from sdcwatch.settings import Settings
+
+
+class _Saved:
+    """A checkpoint that is whole once every rank has left its save; never so where training ends before."""
+
+    def __init__(self) -> None:
+        self.whole = threading.Event()
+
+    def result(self) -> None:
+        """Waits for it, as the future of an asynchronous write would."""
+        while not self.whole.wait(0.5):
+            if not threading.main_thread().is_alive():  # an error or a halt ended the run: nobody will say it any more
+                raise RuntimeError("the run ended before every rank had saved its part")
 
 
 class Watch:
@@ -29,7 +42,7 @@ class Watch:
         self._settings = settings
         self._step: Step | None = None
         self._training = False
-        self._saved: list[Future[None]] = []
+        self._saved: list[_Saved] = []
         self._training_step = trainer.training_step
         self._compute_loss = trainer.compute_loss
         trainer.training_step = self._watched_step
@@ -79,14 +92,14 @@ class Watch:
         if self.monitor is None or self.monitor.newest_step != step:
             return
         if Settings.load(self._settings).checkpoint_dir:
-            self._saved.append(Future())
+            self._saved.append(_Saved())
             folder = Path(self._trainer.args.output_dir) / f"checkpoint-{step}"
             self.monitor.note_checkpoint(folder, step, when=self._saved[-1])
 
     def _all_saved(self) -> None:
         saved, self._saved = self._saved, []
         for waiting in saved:
-            waiting.set_result(None)
+            waiting.whole.set()
 
     def close(self) -> None:
         """Ends the watch; the trainer is as it was."""
