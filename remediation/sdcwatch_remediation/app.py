@@ -25,10 +25,15 @@ from sdcwatch_remediation.cases import Case
 from sdcwatch_remediation.config import is_loopback
 from sdcwatch_remediation.errors import Conflict, NotAlertmanager, StoreUnavailable
 from sdcwatch_remediation.service import Service
+from sdcwatch_remediation.signals import NoSignal, Signal
 from sdcwatch_remediation.web import pages
 
 DOCTOR_WAIT_SECONDS = 10.0
 """How long a second question to the doctor waits for the first; it asks every agent, so one at a time is enough."""
+
+
+READ_HERE_BYTES = 65_536
+"""A longer body is read in a thread, so that other requests go on meanwhile."""
 
 
 class Person(BaseModel):
@@ -77,7 +82,9 @@ def _add_alerts(app: FastAPI, service: Service) -> None:
         try:
             _authorize(service, request, "alerts")
             body = await _body(service, request)
-            results = await run_in_threadpool(receive, service, body)
+            large = len(body) > READ_HERE_BYTES
+            derived = await run_in_threadpool(derive, service, body) if large else derive(service, body)
+            results = await service.store.intake.arrive(body, derived)
         except Refused as error:
             service.telemetry.count("sdc_remediation_deliveries_total", str(error.status))
             raise
@@ -87,18 +94,27 @@ def _add_alerts(app: FastAPI, service: Service) -> None:
         service.telemetry.count("sdc_remediation_deliveries_total", "200")
         for result in results:
             service.telemetry.count("sdc_remediation_alerts_total", result["result"])
-        service.worker.wake()
+        if any(result["result"] == "accepted" for result in results):
+            service.worker.wake()
         return JSONResponse({"schema": 1, "alerts": results})
 
 
-def receive(service: Service, body: bytes) -> list[dict[str, Any]]:
-    """Commit one delivery and return what became of each alert; what `POST /v1/alerts` does once it is admitted."""
+def derive(service: Service, body: bytes) -> list[Signal | NoSignal]:
+    """Read one delivery and judge each alert of it by itself.
+
+    Raises:
+        Refused: it is not Alertmanager's.
+    """
     try:
         alerts = alertmanager.parse(body)
     except NotAlertmanager as error:
         raise Refused(400, str(error)) from error
-    derived = [signals.derive(alert, service.config.cluster.name) for alert in alerts]
-    return service.store.record_delivery(body, derived)
+    return [signals.derive(alert, service.config.cluster.name) for alert in alerts]
+
+
+def receive(service: Service, body: bytes) -> list[dict[str, Any]]:
+    """Do what `POST /v1/alerts` does with an admitted delivery, without an event loop; return what became of it."""
+    return service.store.record_delivery(body, derive(service, body))
 
 
 def _add_cases(app: FastAPI, service: Service) -> None:

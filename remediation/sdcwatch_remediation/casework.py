@@ -25,7 +25,7 @@ def receive(ctx: Context, case: Case) -> Case | None:
 
 def prove(ctx: Context, case: Case) -> Case | None:
     """Ask the other agents of the group once more, and go where the decision says (`proving`, `unproven`)."""
-    inventory = ctx.inventory()
+    inventory = ctx.glance()
     if inventory is not None:
         case = _ask(ctx, case, inventory)
     decision, facts = ctx.decide("quarantine", case, inventory)
@@ -41,7 +41,7 @@ def prove(ctx: Context, case: Case) -> Case | None:
 
 def settle(ctx: Context, case: Case) -> Case | None:
     """Go on asking while the settle time runs, then decide (`settling`)."""
-    inventory = ctx.inventory()
+    inventory = ctx.glance()
     if inventory is not None:
         case = _ask(ctx, case, inventory)
         _ask_suspect(ctx, case, inventory)
@@ -60,7 +60,7 @@ def settle(ctx: Context, case: Case) -> Case | None:
 
 def observe(ctx: Context, case: Case) -> Case | None:
     """Watch an instance that is not ours to touch (`observed`, `recommended`, `awaiting_approval`)."""
-    inventory = ctx.inventory()
+    inventory = ctx.glance()
     heir = ctx.replaced_elsewhere(case, inventory)
     if heir is None:
         ctx.store.set(case, next_at=ctx.clock() + ctx.config.worker.poll_seconds)

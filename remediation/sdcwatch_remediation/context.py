@@ -11,7 +11,7 @@ import ipaddress
 import os
 import socket
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from sdcwatch_remediation import known_answer
@@ -21,7 +21,7 @@ from sdcwatch_remediation.agents import AgentClient, latch_body
 from sdcwatch_remediation.cases import Case
 from sdcwatch_remediation.errors import RemediationError
 from sdcwatch_remediation.evidence import canonical_json
-from sdcwatch_remediation.facts import Decision, Facts, OtherCase
+from sdcwatch_remediation.facts import Decision, Facts, Usage
 from sdcwatch_remediation.lease import Lease
 from sdcwatch_remediation.ledger import Ledger
 from sdcwatch_remediation.policy import decide, gpus
@@ -38,6 +38,19 @@ TESTED = "known_answer_test"
 """Audit step that keeps what the suspect's own agent said of its known-answer test."""
 
 _BEFORE_DECIDED = ("received", "proving", "unproven", "settling", "observed")
+
+
+SEEN_SECONDS = 2.0
+"""How long one look at the inventory serves the cases of a round that are not acted on yet."""
+
+
+@dataclass(slots=True)
+class Seen:
+    """The inventory as one round has seen it; used by the worker's thread alone."""
+
+    at: float = 0.0
+    """Unix seconds; 0: not looked yet."""
+    inventory: Inventory | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +73,18 @@ class Context:
     """How nodes of `policy.handover_groups` are handed over; None: none is."""
     frozen: str = ""
     """Why this database is not the one that was meant, so that nothing may be done on it; empty: it is."""
+    seen: Seen = field(default_factory=Seen)
+
+    def glance(self) -> Inventory | None:
+        """Return the inventory as this round has seen it, at most `SEEN_SECONDS` old; for what leads to no act.
+
+        A thousand cases share one look. Whatever acts reads it afresh (`inventory`), and asks every gate again.
+        """
+        now = self.clock()
+        if not self.seen.at or not 0 <= now - self.seen.at <= SEEN_SECONDS:
+            self.seen.inventory = self.inventory()
+            self.seen.at = self.clock()
+        return self.seen.inventory
 
     def inventory(self) -> Inventory | None:
         """Read the live inventory, or return None when it cannot be read whole."""
@@ -92,9 +117,11 @@ class Context:
     def proof(self, case: Case) -> tuple[tuple[ProvenEvent, ...], str]:
         """Judge all kept copies of a case; events that an earlier case dealt with do not count again."""
         proof = judge(self.store.copies(case.id), instance_id=case.instance_id, cluster=case.cluster)
+        if not proof.events:
+            return (), proof.reason
         handled = self.ledger.handled_until(case)
         fresh = tuple(item for item in proof.events if item.event.time > handled)
-        if proof.events and not fresh:
+        if not fresh:
             return (), f"{proof.events[0].event.id} was dealt with by an earlier case"
         return fresh, proof.reason
 
@@ -109,7 +136,11 @@ class Context:
     def facts(
         self, action: str, case: Case, inventory: Inventory | None, events: tuple[ProvenEvent, ...], reason: str
     ) -> Facts:
-        """Gather everything that the policy must know about a case, besides what proves it."""
+        """Gather everything that the policy must know about a case, besides what proves it.
+
+        Without an event nothing can come of it but to wait or to refuse, and a flood of forged alerts is a case each:
+        what only the gates about an event, or about a replacement, ask is not read then.
+        """
         member = find(inventory, case.instance_id)
         event = events[0].event if events else None
         told = self.known_answer(case, event.id) if event else {}
@@ -122,18 +153,14 @@ class Context:
             opened_at=case.opened_at,
             events=events,
             proof_reason=reason,
-            past=self.ledger.suspicions(case.cluster, case.instance_id),
+            past=self.ledger.suspicions(case.cluster, case.instance_id) if events else (),
             members=inventory.members if inventory else None,
             retired=self.ledger.retired(case.cluster, case.instance_id),
-            others=tuple(
-                OtherCase(other.id, other.job, bool(other.event_id), other.opened_at)
-                for other in self.store.cases(open_only=True)
-                if other.id != case.id
-                and other.cluster == case.cluster
-                and other.state not in ("suspected", "rejected", "giving_back", "not_given_back")
-            ),
+            others=self.store.others(case) if events else (),
             failed_again=event is not None and self.ledger.failed_again(case, key, event.job),
-            usage=self.ledger.usage(case.cluster, member.group if member else case.group_name, besides=case.id),
+            usage=self.ledger.usage(case.cluster, member.group if member else case.group_name, besides=case.id)
+            if events or action == "replace"
+            else Usage(0, 0, 0),
             stop=self.stop(),
             held=case.held_by,
             decided=case.state not in _BEFORE_DECIDED,
@@ -141,13 +168,15 @@ class Context:
             here=here(self.config.cluster.own_node, member),
             short_groups=inventory.short_groups if inventory else (),
             node=self.look(case, member) if action == "replace" else None,
-            lately=self.store.proven_lately(case),
+            lately=self.store.proven_lately(case) if events else (),
             test=known_answer.read(told["test"]) if told.get("test") else None,
             no_test=told.get("problem", ""),
             test_later=told.get("later", False),
             returned_gpus=self.ledger.returned_gpus(
-                case.cluster, dict.fromkeys(gpus(event, case.instance_id) if event else (), case.instance_id)
-            ),
+                case.cluster, dict.fromkeys(gpus(event, case.instance_id), case.instance_id)
+            )
+            if event
+            else (),
         )
 
     def known_answer(self, case: Case, latch_id: str) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from sqlalchemy.exc import ArgumentError, DBAPIError, IntegrityError, SQLAlchemy
 
 from sdcwatch_remediation import migrate, schema
 from sdcwatch_remediation.errors import ConfigError, StoreUnavailable
+from sdcwatch_remediation.order import Order
 
 WRITERS = 0x5DC0_3A7C
 """Key of the advisory lock that PostgreSQL's writers take in turn; any fixed number of our own will do."""
@@ -70,8 +71,7 @@ class Database:
         """Whether no other process can have this database open."""
         self.created = False
         """Whether it was empty until now."""
-        self._turn = threading.Lock()
-        self._writing = threading.Lock()
+        self._writing = Order()
         self._busy_milliseconds = max(1, int(busy_timeout_seconds * 1000))
         try:
             self.engine = self._open(parsed, busy_timeout_seconds)
@@ -112,40 +112,41 @@ class Database:
             return str(connection.execute(select(schema.meta.c.value).where(schema.meta.c.key == "id")).scalar())
 
     @contextmanager
-    def write(self) -> Iterator[Connection]:
+    def write(self, *, ahead: bool = False) -> Iterator[Connection]:
         """Open one write transaction, alone among all processes; it commits at the end of the block.
+
+        Args:
+            ahead: go before those of this process that wait already; for the intake, whose senders wait.
 
         Raises:
             StoreUnavailable: the database could not take it; nothing was written.
             IntegrityError: a unique index refused it; nothing was written.
         """
-        with self._single_file(), _translated(), self.engine.begin() as connection:
+        with self._single_file(ahead), _translated(), self.engine.begin() as connection:
             if self._postgresql:
                 # One writer at a time, as with SQLite's BEGIN IMMEDIATE: whoever has the lock sees all that was
                 # committed before, so nothing has to be retried for a conflict.
-                connection.exec_driver_sql(f"SET LOCAL lock_timeout = {self._busy_milliseconds}")
-                connection.exec_driver_sql(f"SELECT pg_advisory_xact_lock({WRITERS})")
+                patience = f"SET LOCAL lock_timeout = {self._busy_milliseconds}"
+                connection.exec_driver_sql(f"{patience}; SELECT pg_advisory_xact_lock({WRITERS})")
             yield connection
 
     @contextmanager
-    def _single_file(self) -> Iterator[None]:
+    def _single_file(self, ahead: bool) -> Iterator[None]:
         # SQLite's own waiting is a poll with growing pauses, in which the unlucky wait for seconds; among the threads
         # of one process a lock hands the turn on at once.
         if not self._sqlite:
             yield
             return
-        if not self._writing.acquire(timeout=self._busy_milliseconds / 1000):
+        if not self._writing.acquire(timeout=self._busy_milliseconds / 1000, ahead=ahead):
             raise StoreUnavailable("the database cannot be used now: others write for longer than busy_timeout_seconds")
         try:
             yield
         finally:
             self._writing.release()
 
-    @contextmanager
-    def turn(self) -> Iterator[None]:
-        """Wait for the turn to commit what several threads of this process have gathered."""
-        with self._turn:
-            yield
+    def wait_for(self, done: threading.Event) -> None:
+        """Wait until another thread of this process has committed what was handed to it."""
+        done.wait()
 
     @contextmanager
     def read(self) -> Iterator[Connection]:

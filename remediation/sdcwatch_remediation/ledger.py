@@ -22,7 +22,6 @@ from sdcwatch_remediation.cases import Case, from_row
 from sdcwatch_remediation.errors import Conflict
 from sdcwatch_remediation.evidence import canonical_json
 from sdcwatch_remediation.facts import PastEvent, Usage
-from sdcwatch_remediation.intake import is_retired
 from sdcwatch_remediation.records import ReplaceResult
 from sdcwatch_remediation.store import GONE, AuditLine, Store
 
@@ -223,7 +222,7 @@ class Ledger:
     def retired(self, cluster: str, instance_id: str) -> bool:
         """Whether an instance id was replaced before."""
         with self._database.read() as connection:
-            return is_retired(connection, cluster, instance_id)
+            return _is_retired(connection, cluster, instance_id)
 
     def suspicions(self, cluster: str, instance_id: str) -> tuple[PastEvent, ...]:
         """Return the remembered transient faults of one instance."""
@@ -293,7 +292,7 @@ class Ledger:
         """Write the tombstone of a case's instance and list the GPU that its event blamed; once is enough."""
         table = schema.tombstones
         with self._store.write() as connection:
-            if not is_retired(connection, case.cluster, case.instance_id):
+            if not _is_retired(connection, case.cluster, case.instance_id):
                 connection.execute(
                     insert(table).values(
                         cluster=case.cluster,
@@ -436,3 +435,9 @@ def _live() -> ColumnElement[bool]:
 def _buried(cases: Table) -> ColumnElement[bool]:
     table = schema.tombstones
     return exists().where(table.c.cluster == cases.c.cluster, table.c.instance_id == cases.c.instance_id)
+
+
+def _is_retired(connection: Connection, cluster: str, instance_id: str) -> bool:
+    table = schema.tombstones
+    query = select(func.count()).where(table.c.cluster == cluster, table.c.instance_id == instance_id)
+    return bool(connection.execute(query).scalar())

@@ -23,7 +23,7 @@ from sqlalchemy import (
     text,
 )
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 """Raise it together with a new file in `migrations/versions`."""
 
 metadata = MetaData()
@@ -92,6 +92,10 @@ cases = Table(
         sqlite_where=text("closed_at IS NULL"),
         postgresql_where=text("closed_at IS NULL"),
     ),
+    # For every delivery and every round; without them each reads all cases there ever were.
+    Index("cases_of_instance", "cluster", "instance_id", "opened_at"),
+    Index("cases_by_end", "closed_at"),
+    Index("cases_by_event", "cluster", "event_time"),
 )
 
 copies = Table(

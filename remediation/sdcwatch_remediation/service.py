@@ -150,6 +150,7 @@ class Service:
         for sender in (self.traces, self.notices):
             if sender is not None:
                 sender.stop()
+        self.store.intake.close()
         self.agents.close()
         self.database.close()
 

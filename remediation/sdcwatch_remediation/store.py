@@ -9,7 +9,6 @@ Its place: between `app`/`casework`/`actions` and the database; audit lines also
 from __future__ import annotations
 
 import json
-import secrets
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -18,15 +17,17 @@ from sqlalchemy import Connection, func, insert, select, update
 from sqlalchemy.exc import IntegrityError
 
 from sdcwatch_remediation import schema
+from sdcwatch_remediation.batch import audit_rows, new_case
 from sdcwatch_remediation.cases import Case, from_row
 from sdcwatch_remediation.database import Database
 from sdcwatch_remediation.errors import Conflict
 from sdcwatch_remediation.evidence import Copy, read_event
+from sdcwatch_remediation.facts import OtherCase
 from sdcwatch_remediation.highwater import HighWater
 from sdcwatch_remediation.intake import Intake
 from sdcwatch_remediation.settings import Policy
 from sdcwatch_remediation.signals import NoSignal, Signal
-from sdcwatch_remediation.states import INITIAL, STATES, allowed
+from sdcwatch_remediation.states import STATES, allowed
 
 AuditLine = dict[str, Any]
 """`time`, `case`, `step` and `detail`, as it goes to stdout."""
@@ -39,6 +40,9 @@ DRILL_WINDOW = 10_000
 
 ASKED = ("act_requested", "handover_requested")
 """Audit steps after which somebody else may have something of a case's that can be given back."""
+
+LEAVING = ("suspected", "rejected", "giving_back", "not_given_back")
+"""States of an open case after which nothing more is done to its node."""
 
 GONE = ("replaced", "replaced_by_others")
 """Outcomes after which the instance is gone: there is nothing to watch."""
@@ -72,13 +76,13 @@ class Store:
         self.clock = clock
         self._sink = sink
         self._fence = fence
-        self._intake = Intake(self)
+        self.intake = Intake(self)
         self.high_water = high_water
 
     @contextmanager
-    def write(self, *, fenced: bool = True) -> Iterator[Connection]:
+    def write(self, *, fenced: bool = True, ahead: bool = False) -> Iterator[Connection]:
         """Open one write transaction, refused with `Conflict` when this writer's lease is lost."""
-        with self.database.write() as connection:
+        with self.database.write(ahead=ahead) as connection:
             if fenced and self._fence is not None:
                 self._fence(connection)
             yield connection
@@ -91,42 +95,7 @@ class Store:
         Raises:
             StoreUnavailable: nothing was kept; the sender must try again.
         """
-        return self._intake.record(body, derived)
-
-    def open_in(self, connection: Connection, signal: Signal, now: float) -> str:
-        """Open a case inside a transaction that is already open, and return its id."""
-        case_id = f"case-{secrets.token_hex(6)}"
-        seconds = STATES[INITIAL].seconds(self.policy)
-        assert seconds is not None
-        connection.execute(
-            insert(schema.cases).values(
-                id=case_id,
-                cluster=signal.cluster,
-                instance_id=signal.instance_id,
-                node_name=signal.node_name,
-                group_name="",
-                job=signal.job,
-                gpu_uuid=signal.gpu_uuid,
-                state=INITIAL,
-                outcome="",
-                reason="",
-                opened_at=now,
-                state_since=now,
-                deadline=now + seconds,
-                next_at=now,
-                event_id="",
-                event_time=0.0,
-                event_key="",
-                approved_by="",
-                approved_sha256="",
-                replacement="",
-                gates="",
-                request="",
-                before="",
-                held_by="",
-            )
-        )
-        return case_id
+        return self.intake.record(body, derived)
 
     def reopen(self, case: Case, event_id: str, *, check: str) -> bool:
         """Open a new case for an instance whose closed case is watched, because an agent reports a new event."""
@@ -144,9 +113,10 @@ class Store:
         try:
             with self.write() as connection:
                 now = self.clock()
-                case_id = self.open_in(connection, signal, now)
+                row = new_case(signal, self.policy, now)
+                connection.execute(insert(schema.cases).values(row))
                 detail = {"node": case.node_name, "instance": case.instance_id, "event": event_id, "after": case.id}
-                self.audit_in(connection, lines, case_id, "signal_received", detail, now)
+                self.audit_in(connection, lines, row["id"], "signal_received", detail, now)
         except IntegrityError:
             return False
         self.publish(lines)
@@ -170,6 +140,19 @@ class Store:
             query = query.order_by(table.c.opened_at.desc(), table.c.id).limit(limit)
         with self.database.read() as connection:
             return [from_row(row) for row in connection.execute(query).mappings()]
+
+    def others(self, case: Case) -> tuple[OtherCase, ...]:
+        """Return the other open cases of a cluster that are not on their way out, oldest first."""
+        table = schema.cases
+        query = (
+            select(table.c.id, table.c.job, table.c.event_id, table.c.opened_at)
+            .where(table.c.closed_at.is_(None), table.c.cluster == case.cluster, table.c.id != case.id)
+            .where(table.c.state.not_in(LEAVING))
+            .order_by(table.c.opened_at, table.c.id)
+        )
+        with self.database.read() as connection:
+            rows = connection.execute(query).all()
+        return tuple(OtherCase(row.id, row.job, bool(row.event_id), row.opened_at) for row in rows)
 
     def outcomes(self) -> dict[str, int]:
         """Count closed cases by outcome."""
@@ -386,9 +369,8 @@ class Store:
         now: float,
     ) -> None:
         """Write one audit line inside a transaction that is already open; it is published after the commit."""
-        text = json.dumps(detail, sort_keys=True)
-        connection.execute(insert(schema.audit).values(at=now, case_id=case_id, step=step, detail=text))
         lines.append({"time": now, "case": case_id, "step": step, "detail": detail})
+        connection.execute(insert(schema.audit), audit_rows(lines[-1:]))
 
     def publish(self, lines: Iterable[AuditLine]) -> None:
         """Hand committed audit lines to the sink."""

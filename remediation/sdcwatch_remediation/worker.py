@@ -73,6 +73,7 @@ class Worker:
             # Another process moves the cases; this one stands by and takes over when that one's lease runs out.
             self.context.telemetry.round_ended(self.context.clock())
             return
+        self.context.seen.at = 0.0
         for case in self.context.store.cases(open_only=True):
             try:
                 self._advance(case)
@@ -123,7 +124,7 @@ class Worker:
     def _look_back(self) -> None:
         ctx = self.context
         unsettled = ctx.ledger.unsettled()
-        inventory = ctx.inventory() if unsettled else None
+        inventory = ctx.glance() if unsettled else None
         for case in unsettled:
             if heir := ctx.replaced_elsewhere(case, inventory):
                 ctx.ledger.entomb(case, heir.instance_id)
@@ -132,7 +133,7 @@ class Worker:
     def _watch(self) -> None:
         ctx = self.context
         watched = ctx.store.watched()
-        inventory = ctx.inventory() if watched else None
+        inventory = ctx.glance() if watched else None
         for case in watched:
             suspect = find(inventory, case.instance_id)
             if inventory is None or suspect is None:

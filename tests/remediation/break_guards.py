@@ -127,7 +127,7 @@ GUARDS: dict[str, tuple[tuple[str, str, str], ...]] = {
         ),
     ),
     "every pod on the node is evicted": (("actions/eks.py", "if job in pod.jobs and not pod.of_node]", "]"),),
-    "a second case for one instance": (("intake.py", "if standing is not None:", "if False:"),),
+    "a second case for one instance": (("batch.py", 'if case_id := self._joined.get(key, ""):', 'if case_id := "":'),),
 }
 
 LIMIT_SECONDS = 600

@@ -6,10 +6,12 @@ import json
 import sqlite3
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from sdcwatch_remediation import schema
+from sdcwatch_remediation.records import Member
 from sdcwatch_remediation.testing import Rig, alert, delivery, fleet, make_rig
 from sqlalchemy import func, select
 
@@ -215,3 +217,79 @@ def test_deep_and_strange_json_is_survived(rig: Rig) -> None:
     answer = rig.send("POST", "/v1/alerts", content=odd.encode())
     assert answer.status_code == 200
     assert [r["result"] for r in answer.json()["alerts"]] == ["rejected", "rejected"]
+
+
+def unknown(number: int = 0) -> Member:
+    """An instance that the inventory does not have."""
+    return replace(MEMBERS[0], instance_id=f"i-{0xABC + number:017x}", node_name=f"gone-{number}")
+
+
+def test_an_alert_that_was_refused_a_moment_ago_joins_its_case(rig: Rig) -> None:
+    """Reminders of an alert that names no member of the inventory open one case in five minutes, not one each."""
+    rig.clock.now += 10
+    (first,) = rig.ring(alert(unknown(), 1))
+    rig.service.worker.round()
+    assert rig.case()["state"] == "refused"
+    for _ in range(5):
+        rig.clock.now += 50
+        (again,) = rig.ring(alert(unknown(), 1))
+        assert (again["result"], again["case"]) == ("joined", first["case"])
+    assert [line["step"] for line in rig.case()["timeline"]].count("signal_again") == 5
+    rig.clock.now += 51  # measured from the refusal, so reminders never keep it closed
+    (later,) = rig.ring(alert(unknown(), 1))
+    assert later["result"] == "accepted"
+    assert later["case"] != first["case"]
+
+
+@pytest.mark.parametrize(
+    "label", [{"training_node": "gone-7"}, {"training_job": "another"}, {"gpu_uuid": "GPU-another"}]
+)
+def test_another_alert_about_a_refused_instance_is_judged_by_itself(rig: Rig, label: dict[str, str]) -> None:
+    """A refusal answers for the same node, job and GPU only: another name may be the right one."""
+    rig.clock.now += 10
+    rig.ring(alert(unknown(), 1))
+    rig.service.worker.round()
+    assert [item["result"] for item in rig.ring(alert(unknown(), 1, **label))] == ["accepted"]
+
+
+def test_a_refusal_does_not_outlive_the_process_that_refused(rig: Rig) -> None:
+    """After a restart, perhaps with another configuration, the same alert is judged afresh."""
+    rig.clock.now += 10
+    rig.ring(alert(unknown(), 1))
+    rig.service.worker.round()
+    rig.clock.now += 10
+    rig.restart()
+    assert [item["result"] for item in rig.ring(alert(unknown(), 1))] == ["accepted"]
+
+
+def test_only_a_refusal_answers_for_the_next_alert(rig: Rig) -> None:
+    """A case that a person rejected without an event, or that ended otherwise, is no answer to a new alert."""
+    rig.clock.now += 10
+    rig.ring(alert(MEMBERS[1], 1))
+    rig.service.worker.round()
+    (case,) = rig.service.store.cases()
+    assert case.state == "unproven"
+    rig.service.ledger.cancel(case, by="anna", reason="a test")
+    assert [item["result"] for item in rig.ring(alert(MEMBERS[1], 1))] == ["accepted"]
+
+
+def test_a_flood_costs_one_look_at_the_inventory_a_round(rig: Rig) -> None:
+    """Sixty forged alerts are sixty cases, and the provider is asked once for all of them."""
+    rig.ring(*(alert(unknown(number), 1) for number in range(60)))
+    before = rig.provider.reads
+    rig.service.worker.round()
+    assert {case["state"] for case in rig.cases()} == {"refused"}
+    assert rig.provider.reads == before + 1
+
+
+def test_a_look_that_is_seconds_old_is_not_used(rig: Rig) -> None:
+    """A round that takes long reads the inventory again, and so does the next round."""
+    context = rig.service.context
+    before = rig.provider.reads
+    assert context.glance() is context.glance()
+    rig.clock.now += 3
+    context.glance()
+    assert rig.provider.reads == before + 2
+    rig.ring(alert(unknown(), 1))
+    rig.service.worker.round()
+    assert rig.provider.reads == before + 3

@@ -15,12 +15,14 @@ from sdcwatch_remediation.alertmanager import Alert
 from sdcwatch_remediation.database import Database
 from sdcwatch_remediation.errors import ConfigError, Conflict, StoreUnavailable
 from sdcwatch_remediation.lease import Lease
+from sdcwatch_remediation.ledger import Ledger
 from sdcwatch_remediation.settings import Policy
 from sdcwatch_remediation.signals import derive
 from sdcwatch_remediation.store import Store
 from sdcwatch_remediation.testing import Clock, alert, fleet
 
 OF_SCHEMA_2 = ("leases", "retired_gpus")
+INDEXES_OF_SCHEMA_3 = ("cases_of_instance", "cases_by_end", "cases_by_event")
 
 
 def as_schema_1(url: str) -> None:
@@ -33,6 +35,8 @@ def as_schema_1(url: str) -> None:
     with engine.begin() as connection:
         for table in (*OF_SCHEMA_2, "alembic_version"):
             connection.exec_driver_sql(f"DROP TABLE {table}")
+        for index in INDEXES_OF_SCHEMA_3:
+            connection.exec_driver_sql(f"DROP INDEX {index}")
         connection.exec_driver_sql("ALTER TABLE cases DROP COLUMN held_by")
         connection.exec_driver_sql("UPDATE meta SET value = '1' WHERE key = 'schema'")
         connection.exec_driver_sql("INSERT INTO deliveries (received_at, body) VALUES (1.0, 'kept')")
@@ -221,3 +225,32 @@ def test_signals_of_two_processes_at_once_make_one_case(database_url: str) -> No
     assert sorted(results) == ["accepted"] + ["joined"] * 39
     for database in databases:
         database.close()
+
+
+def test_no_delivery_and_no_round_reads_every_case(tmp_path: Path) -> None:
+    """What each delivery and each round asks about cases goes through an index, however many cases there were."""
+    database = Database(f"sqlite:///{tmp_path / 'x.sqlite3'}")
+    store = Store(database, Policy(), Clock())
+    signal = derive(Alert(0, "firing", alert(fleet(3)[2], 2)["labels"], ""), "demo")
+    store.record_delivery(b"{}", [signal])
+    (case,) = store.cases()
+    asked: list[tuple[str, Any]] = []
+
+    def seen(_c: Any, _cursor: Any, statement: str, parameters: Any, *_: Any) -> None:
+        if statement.startswith("SELECT") and "cases" in statement:
+            asked.append((statement, parameters))
+
+    sqlalchemy.event.listen(database.engine, "before_cursor_execute", seen)
+    store.record_delivery(b"{}", [signal])
+    store.cases(open_only=True)
+    store.watched()
+    store.others(case)
+    store.proven_lately(case)
+    Ledger(store).handled_until(case)
+    sqlalchemy.event.remove(database.engine, "before_cursor_execute", seen)
+    assert len(asked) == 6
+    with database.read() as connection:
+        for statement, parameters in asked:
+            plan = connection.exec_driver_sql(f"EXPLAIN QUERY PLAN {statement}", parameters).all()
+            assert not [row for row in plan if str(row[3]).startswith("SCAN")], (statement, plan)
+    database.close()

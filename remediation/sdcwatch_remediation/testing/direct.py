@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime, timezone
@@ -41,24 +42,19 @@ class PointDatabase(Database):
     point: Point = staticmethod(lambda name: None)
 
     @contextmanager
-    def write(self) -> Iterator[Connection]:
+    def write(self, *, ahead: bool = False) -> Iterator[Connection]:
         """Open one write transaction, as `Database.write` does."""
         what = _asked_by()
         self.point(f"begin {what}")
-        with super().write() as connection:
+        with super().write(ahead=ahead) as connection:
             yield connection
             self.point(f"commit {what}")  # nobody else can go on here: the lock is held
         self.point(f"committed {what}")
 
-    @contextmanager
-    def turn(self) -> Iterator[None]:
-        """Wait for the turn as `Database.turn` does, letting others go on meanwhile."""
-        while not self._turn.acquire(blocking=False):
-            self.point("wait for the turn")
-        try:
-            yield
-        finally:
-            self._turn.release()
+    def wait_for(self, done: threading.Event) -> None:
+        """Wait as `Database.wait_for` does, letting others go on meanwhile."""
+        while not done.is_set():
+            self.point("wait for the commit")
 
 
 def _asked_by() -> str:

@@ -44,10 +44,13 @@ class FakeProvider:
         self.answers: list[ReplaceResult | Exception] = []
         """Answers of the next replace calls; when none is left, `ACCEPTED`."""
         self.readable = True
+        self.reads = 0
+        """How often the inventory was asked for."""
         self.on_replace: Callable[[str], None] = lambda instance_id: None
 
     def inventory(self) -> Inventory:
         """Return the present members; raises while `readable` is false."""
+        self.reads += 1
         if not self.readable:
             raise RemediationError("the inventory cannot be read now")
         return Inventory(self.cluster, self.members, 0.0, None)
