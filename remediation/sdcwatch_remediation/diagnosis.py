@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from sdcwatch_remediation import preflight, tokens
+from sdcwatch_remediation.actions.handover import NAME
+from sdcwatch_remediation.actions.scheduler import SchedulerProblem
 from sdcwatch_remediation.cases import Case
 from sdcwatch_remediation.context import Context, kill_switch
 from sdcwatch_remediation.facts import Answer, Gate
@@ -167,6 +169,7 @@ def _group(ctx: Context, group: str, inventory: Inventory | None) -> Iterator[Fi
         yield Finding("group", "fail", said, "correct policy.groups")
         return
     yield from _agents(ctx, group, running)
+    yield from _roads(ctx, group, running[0])
     failed: dict[str, Gate] = {}
     for decision in rehearse(ctx, min(running, key=lambda member: member.launch_time), inventory):
         for gate in decision.gates:
@@ -198,6 +201,21 @@ def _agents(ctx: Context, group: str, running: list[Member]) -> Iterator[Finding
     said = f"group {group}: clocks differ from this one by at most {abs(worst):.0f} s"
     status: Status = "pass" if abs(worst) <= CLOCK_SECONDS else "fail"
     yield Finding("clock", status, said, "" if status == "pass" else "synchronise the clocks (NTP)")
+
+
+def _roads(ctx: Context, group: str, member: Member) -> Iterator[Finding]:
+    """Look at one node as whoever isolates it, or is handed it, sees it: else every case would stop there."""
+    looks = [(scheduler.name, scheduler.describe) for scheduler in ctx.schedulers]
+    if ctx.handover is not None and group in ctx.config.policy.handover_groups:
+        looks.append((NAME, ctx.handover.describe))
+    for name, look in looks:
+        try:
+            look(member)
+        except SchedulerProblem as error:
+            fix = "docs/remediation.md says what it needs: commands, kubeconfig, RBAC, and the names of nodes"
+            yield Finding("road", "fail", f"group {group}: {name}: {error}", fix)
+        else:
+            yield Finding("road", "pass", f"group {group}: {name} knows {member.node_name} as this very instance", "")
 
 
 def _deliveries(service: Service) -> Iterator[Finding]:

@@ -383,3 +383,20 @@ def test_acts_of_a_handover_are_what_the_client_sends(rig: Rig, api: FakeKuberne
     for request, (_, body) in zip(logged, sent, strict=True):
         kept = {key: value for key, value in body["metadata"].items() if key in request["body"]["metadata"]}
         assert {**body, "metadata": kept} == request["body"]
+
+
+def test_the_doctor_says_that_a_group_is_handed_over_and_whether_the_road_is_open(
+    rig: Rig, api: FakeKubernetes
+) -> None:
+    """One that may not read nodes, or finds another instance under the name, is told before a case needs it."""
+    found = _findings(rig)
+    assert "by handing over to its owner" in found["mode"]["detail"]
+    assert found["road"]["status"] == "pass"
+    api.faults.append(Fault("before", "get", "nodes", 403))
+    found = _findings(rig)
+    assert (found["road"]["status"], "403" in found["road"]["detail"]) == ("fail", True)
+    assert api.writes() == []
+
+
+def _findings(rig: Rig) -> dict[str, dict[str, str]]:
+    return {one["name"]: one for one in rig.send("GET", "/v1/doctor", token="cases").json()["findings"]}

@@ -10,9 +10,11 @@ from typing import Any
 
 import httpx
 import pytest
+from sdcwatch_remediation import schema
 from sdcwatch_remediation.testing.provider import fleet
 from sdcwatch_remediation.testing.rig import Rig, make_rig
 from sdcwatch_remediation.web import session
+from sqlalchemy import update
 
 FORM = {"Content-Type": "application/x-www-form-urlencoded"}
 
@@ -89,6 +91,19 @@ def test_a_case_shows_evidence_gates_outlook_and_nothing_of_it_becomes_markup(ri
     assert "&lt;script&gt;alert(" in page.text
     assert "<script" not in page.text
     assert "Approve…" not in page.text  # this token may only read
+
+
+def test_a_handed_over_case_says_who_is_waited_for(rig: Rig) -> None:
+    """Neither "nobody answers" nor "the service goes on": somebody else's machinery has the next word."""
+    with rig.service.database.write() as connection:
+        connection.execute(update(schema.cases).values(state="handed_over", quarantined_at=rig.clock()))
+    browser = Browser(rig)
+    browser.login("approve")
+    page = browser.send("GET", path_of(rig)).text
+    assert "Its owner replaces the node. If no other instance runs in its place by" in page
+    assert "handed over" in page
+    assert "Reject…" in page
+    assert "Approve…" not in page
 
 
 def test_approve_takes_the_request_that_was_shown_once_and_names_the_person(rig: Rig) -> None:

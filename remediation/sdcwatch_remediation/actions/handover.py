@@ -56,6 +56,12 @@ class Handover:
         """Return the handover of one case."""
         return HandoverOf(self, case)
 
+    def describe(self, member: Member) -> str:
+        """Return the node as the server has it; raises `SchedulerProblem`."""
+        node = read_node(self.client, member)
+        node.get("metadata", {}).pop("managedFields", None)
+        return json.dumps(node, indent=2, sort_keys=True) + "\n"
+
 
 class HandoverOf:
     """The handover of one case, as a `Scheduler`."""
@@ -64,7 +70,8 @@ class HandoverOf:
 
     def __init__(self, handover: Handover, case: Case) -> None:
         """Tell of this case, as it is known now."""
-        self._client, self._clock, self._case = handover.client, handover.clock, case
+        self._handover, self._case = handover, case
+        self._client, self._clock = handover.client, handover.clock
 
     def next_act(self, member: Member, job: str, case_id: str, done: Sequence[Done]) -> Act | None:
         """Set the condition, then write the Event: the first that is missing."""
@@ -118,9 +125,7 @@ class HandoverOf:
 
     def describe(self, member: Member) -> str:
         """Return the node as the server has it."""
-        node = read_node(self._client, member)
-        node.get("metadata", {}).pop("managedFields", None)
-        return json.dumps(node, indent=2, sort_keys=True) + "\n"
+        return self._handover.describe(member)
 
     def logs(self, member: Member, job: str) -> dict[str, str]:
         """Return nothing: a handover has no road to logs."""
