@@ -87,8 +87,8 @@ bench: setup ## what it costs, side by side with its peers: benchmarks/out/bench
 		|| echo "[bench] sdcguard cannot be had: it is left out of the comparison"
 	@PYTHONPATH=$(CURDIR):$(CURDIR)/benchmarks/out/peers $(PYTHON) -m benchmarks $(BENCH_ARGS)
 
-mutants-remediation: setup ## break each guard of the service once, in a copy: does a random schedule turn red?
-	@$(PYTHON) tests/remediation/break_guards.py
+mutants-remediation: setup ## break each guard of the service once, in a copy: does a random schedule turn red? (MUTANTS_ARGS='--only hold')
+	@$(PYTHON) tests/remediation/break_guards.py $(MUTANTS_ARGS)
 
 campaign-remediation: setup ## a thousand random schedules of the service: is anything replaced twice, or wrongly? (CAMPAIGN_ARGS='--seed 7'; goes on after a kill)
 	@$(PYTHON) tests/remediation/campaign.py $(CAMPAIGN_ARGS)
