@@ -100,7 +100,7 @@ campaign-api: setup ## ten thousand hostile requests at every route of the servi
 	@$(PYTHON) tests/remediation/api_campaign.py $(CAMPAIGN_ARGS)
 
 load-remediation: setup ## ten thousand deliveries to the service, fifty in flight: how long, and is one lost? (LOAD_ARGS=--document)
-	@$(PYTHON) benchmarks/load.py $(LOAD_ARGS)
+	@$(PYTHON) -m benchmarks.load $(LOAD_ARGS)
 
 format: setup ## let ruff rewrite the code
 	@$(PYTHON) -m ruff check --fix $(CODE)

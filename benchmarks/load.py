@@ -14,6 +14,7 @@ import argparse
 import asyncio
 import json
 import multiprocessing
+import os
 import random
 import sys
 import tempfile
@@ -33,6 +34,8 @@ from sdcwatch_remediation.testing.postgres import PostgresServer, programs
 from sdcwatch_remediation.testing.processes import Serve, Site
 from sdcwatch_remediation.testing.schedule_report import write_block
 from sqlalchemy import func, select
+
+from benchmarks.load_bare import bare
 
 ROOT = Path(__file__).resolve().parents[1]
 OUT = ROOT / "benchmarks" / "out" / "remediation"
@@ -64,10 +67,14 @@ class Load:
     """Processor time of the service."""
     sender_seconds: float = 0.0
     """Processor time of the one process that delivers."""
+    others: float = 0.0
+    """Processors that everything else on the machine kept busy meanwhile, on average."""
+    bare_milliseconds: list[float] = field(default_factory=list)
+    """Waits of the same sender, right afterwards, at an endpoint that only commits."""
 
-    def percentile(self, share: float) -> float:
+    def percentile(self, share: float, *, bare: bool = False) -> float:
         """Return a percentile of the waits, in milliseconds."""
-        ordered = sorted(self.milliseconds)
+        ordered = sorted(self.bare_milliseconds if bare else self.milliseconds)
         return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
     @property
@@ -172,7 +179,7 @@ def measure(load: Load, url: str) -> Load:
             serves.append(Serve(site.config(f"serve{number}", database=url)))
             serves[-1].url()
         try:
-            _measure(load, serves)
+            _measure(load, serves, Path(made))
         finally:
             for serve in serves:
                 serve.end()
@@ -193,45 +200,68 @@ def measure(load: Load, url: str) -> Load:
     return load
 
 
-def _measure(load: Load, serves: list[Serve]) -> None:
+def machine_seconds() -> tuple[float, float]:
+    """Return the processor time of the whole machine, and of this process with children that ended."""
+    words = [int(word) for word in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
+    return (sum(words) - words[3] - words[4]) / os.sysconf("SC_CLK_TCK"), sum(os.times()[:4])
+
+
+def deliver(urls: list[str], sent: list[bytes], in_flight: int) -> tuple[list[float], int, float]:
+    """Deliver everything from a process of its own; return the waits, the tries that failed, and its processor time."""
     context = multiprocessing.get_context("spawn")
     answer = context.Queue()
+    sender = context.Process(target=send, args=(urls, sent, in_flight, answer))
+    sender.start()
+    try:
+        waits, again, seconds = answer.get(timeout=900)
+    finally:
+        sender.join(10)
+    return waits, again, seconds
+
+
+def _measure(load: Load, serves: list[Serve], folder: Path) -> None:
     urls = [f"{serve.url()}/v1/alerts" for serve in serves]
     sent = bodies(load.deliveries, load.distinct)
-    before = sum(cpu_seconds(serve.pid) for serve in serves)
-    sender = context.Process(target=send, args=(urls, sent, load.in_flight, answer))
     over = threading.Event()
 
     def watch() -> None:
         while not over.wait(0.5):
             load.memory_mib.append([round(resident_mib(serve.pid), 1) for serve in serves])
 
+    def used() -> float:
+        return sum(cpu_seconds(serve.pid) for serve in serves)
+
     watcher = threading.Thread(target=watch)
-    began = time.monotonic()
-    sender.start()
+    before, (all_before, own_before), began = used(), machine_seconds(), time.monotonic()
     watcher.start()
     try:
-        load.milliseconds, load.again, load.sender_seconds = answer.get(timeout=900)
+        load.milliseconds, load.again, load.sender_seconds = deliver(urls, sent, load.in_flight)
     finally:
         over.set()
         watcher.join()
-        sender.join(10)
     load.seconds = round(time.monotonic() - began, 1)
-    load.cpu_seconds = round(sum(cpu_seconds(serve.pid) for serve in serves) - before, 1)
+    load.cpu_seconds = round(used() - before, 1)
+    all_now, own_now = machine_seconds()
+    ours = load.cpu_seconds + own_now - own_before
+    load.others = round((all_now - all_before - ours) / load.seconds, 2)
+    with bare(folder) as url:
+        load.bare_milliseconds, _, _ = deliver([url], sent[: max(1, len(sent) // 5)], load.in_flight)
 
 
 def table(loads: list[Load]) -> str:
     """Return what the loads came to, as Markdown."""
     rows = [
-        "| database | processes | deliveries | alerts | in flight | p50 | p99 | longest | sent again | lost | "
-        "a second | memory grew |",
-        "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
+        "| database | processes | deliveries | alerts | in flight | p50 | p99 | longest | bare p99 | sent again | lost "
+        "| a second | service's CPU each | memory grew | others' CPUs |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for load in loads:
         rows.append(
             f"| {load.database} | {load.processes} | {load.deliveries:,} | {load.distinct:,} | {load.in_flight} "
             f"| {load.percentile(0.5):.0f} ms | {load.percentile(0.99):.0f} ms | {load.percentile(1.0):.0f} ms "
-            f"| {load.again} | {load.lost} | {load.deliveries / load.seconds:.0f} | {load.grown_mib:.1f} MiB |"
+            f"| {load.percentile(0.99, bare=True):.0f} ms | {load.again} | {load.lost} "
+            f"| {load.deliveries / load.seconds:.0f} | {load.cpu_seconds / load.deliveries * 1000:.1f} ms "
+            f"| {load.grown_mib:.1f} MiB | {load.others:.1f} |"
         )
     return "\n".join(rows)
 
@@ -256,7 +286,10 @@ def main() -> int:
             loads.append(measure(Load("PostgreSQL", 2, *size), server.new_database()))
         print(table(loads[-1:]), Counter(loads[-1].results), flush=True)
     OUT.mkdir(parents=True, exist_ok=True)
-    kept = [{**asdict(load), "milliseconds": [round(one, 1) for one in load.milliseconds]} for load in loads]
+    names = ("milliseconds", "bare_milliseconds")
+    kept = [
+        {**asdict(load), **{name: [round(one, 1) for one in getattr(load, name)] for name in names}} for load in loads
+    ]
     (OUT / "load.json").write_text(json.dumps(kept) + "\n")
     if arguments.document:
         write_block(DOCUMENT, "load", table(loads))
