@@ -1,4 +1,4 @@
-"""Breaks each guard of the service once, in a copy, and shows that a random schedule turns red.
+"""Breaks each guard of the service once, in a copy, and shows that a random schedule (or a named test) turns red.
 
 `make mutants-remediation`. A campaign that finds nothing proves something only if it would have found it. Each row
 names what is broken, and the texts to replace in which files; where two guards stand behind each other both are taken
@@ -16,7 +16,8 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
 PACKAGE = "sdcwatch_remediation"
 
 ONCE = (
@@ -130,6 +131,11 @@ GUARDS: dict[str, tuple[tuple[str, str, str], ...]] = {
     "a second case for one instance": (("batch.py", 'if case_id := self._joined.get(key, ""):', 'if case_id := "":'),),
 }
 
+#: Guards at moments that schedules meet too rarely: the test that holds them must turn red instead.
+TESTS = {
+    "an owner is told without asking the gates": "test_handover.py::test_what_holds_a_replacement_holds_a_handover",
+}
+
 RUN = """
 import logging, sys, tempfile
 from pathlib import Path
@@ -159,13 +165,18 @@ def broken(folder: Path, edits: tuple[tuple[str, str, str], ...]) -> str:
 
 def judge(name: str, seeds: int, limit: float) -> tuple[bool, str]:
     """Return whether the schedules notice one broken guard, and a line about it."""
+    test = TESTS.get(name, "")
+    how = [sys.executable, "-c", RUN, str(seeds)]
+    if test:
+        # Plain assertions of pytest end with 1; anything else is no answer.
+        how = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(HERE / test)]
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made)
         if missing := broken(folder, GUARDS[name]):
             return False, f"STALE     {name}: {missing}"
         try:
             done = subprocess.run(
-                [sys.executable, "-c", RUN, str(seeds)],
+                how,
                 env={**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"},
                 capture_output=True,
                 text=True,
@@ -174,6 +185,9 @@ def judge(name: str, seeds: int, limit: float) -> tuple[bool, str]:
             )
         except subprocess.TimeoutExpired:
             return False, f"SURVIVED  {name}: nothing found in {limit:g} s"
+    if test:
+        caught = done.returncode == 1
+        return caught, f"{'caught   ' if caught else 'SURVIVED '} {name}: {test} ends with {done.returncode}"
     if done.returncode == 3:
         seed, _, problem = done.stdout.strip().partition(" ")
         return True, f"caught    {name}: seed {seed}: {problem}"

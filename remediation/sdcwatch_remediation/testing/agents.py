@@ -38,6 +38,8 @@ class FakeAgent:
         """Case id that quarantined this node."""
         self.tests: list[dict[str, Any]] | None = None
         """Answers of `GET /preflight`; None: an agent of a version without that road."""
+        self.any_latch = False
+        """True: it answers with the tests of every latch, whichever was asked for."""
         self.asked: list[str] = []
         """Paths with queries of all `GET`s."""
         self.posts: list[dict[str, Any]] = []
@@ -53,7 +55,7 @@ class FakeAgent:
         if self.tests is None:
             return 404, {}
         who = {"cluster": "demo", "node": self.node, "instance": self.instance, "version": "0"}
-        found = [test for test in self.tests if test["latch_id"] == latch_id]
+        found = [test for test in self.tests if self.any_latch or test["latch_id"] == latch_id]
         return 200, {"schema": 1, "agent": who, "results": found}
 
     def release(self, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:

@@ -8,6 +8,9 @@ Its place: between `schedules`, which chooses what happens, and `schedule_world`
 
 from __future__ import annotations
 
+from contextlib import suppress
+
+from sdcwatch_remediation.errors import Conflict
 from sdcwatch_remediation.records import Member
 from sdcwatch_remediation.service import Service
 from sdcwatch_remediation.simulator.faults import MENU
@@ -53,6 +56,8 @@ class Happenings(World):
             if suspects == 1:
                 kinds = self.blamed.setdefault(members[named[0]].instance_id, [])
                 kinds += [persistence, *self._test(members[named[0]], line["event"]["id"])]
+        if suspects == 1 and self.random.random() < 0.1:
+            self._others_mark(members[named[0]])
         self.note("agent lies" if lie else "fault" if suspects == 1 else "event names two")
         for rank in named:
             body = delivery(alert(members[rank], rank, training_job=job))
@@ -62,15 +67,19 @@ class Happenings(World):
 
     def _test(self, suspect: Member, latch_id: str) -> list[str]:
         """Let a suspect's own agent serve its known-answer test, or be of a version that has none yet."""
-        result = self.random.choice(("", "", "pass", "fail", "unknown"))
+        result = self.random.choice(("", "", "pass", "fail", "unknown", "stale"))
         if not result:
             return []
+        stale, result = result == "stale", "fail" if result == "stale" else result
         device = {"device": "cpu", "name": "", "uuid": "", "serial": "", "outcome": result}
         test = {"latch_id": latch_id, "node": suspect.node_name, "instance": suspect.instance_id, "result": result}
-        agent = self.agents[suspect.address]
-        agent.tests = [*(agent.tests or []), {**test, "detail": "", "time": self.clock() + 1.0, "devices": [device]}]
-        self.note(f"known-answer test: {result}")
-        return ["failed test"] if result == "fail" else []
+        agent, when = self.agents[suspect.address], self.clock() + 1.0
+        if stale:
+            # Of an earlier halt, and told all the same: it says nothing about this one.
+            test["latch_id"], when, agent.any_latch = "sdc-" + "0" * 16, self.clock() - 900.0, True
+        agent.tests = [*(agent.tests or []), {**test, "detail": "", "time": when, "devices": [device]}]
+        self.note(f"known-answer test: {'stale' if stale else result}")
+        return ["failed test"] if result == "fail" and not stale else []
 
     def forge(self) -> None:
         """Ring for an instance about which nothing happened."""
@@ -115,6 +124,18 @@ class Happenings(World):
 
         names = ("reject", "cancel", "hold", "unhold")
         self.note("approve" if choice < yes else names[(rest >= 0.15) + (rest >= 0.3) + (rest >= 0.6)])
+        self.begin("decide", work)
+
+    def say_no(self) -> None:
+        """Let a person end every open case for which nothing irrevocable was asked."""
+        word = self.random.choice(("reject", "cancel"))
+
+        def work(service: Service) -> None:
+            for case in service.store.cases(open_only=True):
+                with suppress(Conflict):
+                    getattr(service.ledger, word)(case, by="ann", reason="no")
+
+        self.note(word)
         self.begin("decide", work)
 
     def unhold(self) -> None:
@@ -167,11 +188,8 @@ class Happenings(World):
             self.note("others drain")
             self.slurm.drain_by_others(self.random.choice(members).node_name)
         elif self.kubernetes is not None and members and self.random.random() < 0.6:
-            suspects = self.random.random() < 0.5
-            self.note("others suspect" if suspects else "others cordon")
-            act = self.kubernetes.suspect_by_others if suspects else self.kubernetes.cordon_by_others
             blamed = [member for member in members if member.instance_id in self.blamed]
-            act(self.random.choice(blamed or members).instance_id)
+            self._others_mark(self.random.choice(blamed or members))
         elif members and self.random.random() < 0.4:
             self.note("others replace")
             self.simulator.others_replace(self.random.choice(members).instance_id)
@@ -180,6 +198,14 @@ class Happenings(World):
             self.note(f"instance {status}")
             self.simulator.set_status(self.random.choice(members).instance_id, status)
         self.others_done()
+
+    def _others_mark(self, member: Member) -> None:
+        """Let somebody else cordon a node of Kubernetes, or set its condition."""
+        if self.kubernetes is not None:
+            suspects = self.random.random() < 0.5
+            self.note("others suspect" if suspects else "others cordon")
+            act = self.kubernetes.suspect_by_others if suspects else self.kubernetes.cordon_by_others
+            act(member.instance_id)
 
     def others_done(self, share: float = 0.5) -> None:
         """Let what others had under way end, for a share of the instances."""
@@ -228,13 +254,16 @@ class Happenings(World):
         self.unhold()
         self.drain()
         answered = self.result.mode == "approve" and self.random.random() < 0.7
-        owner_acts = self.random.random() < 0.7
+        owner_acts, no = self.random.random() < 0.7, self.random.random() < 0.3
         for number in range(REST_ROUNDS):
             self.advance(REST_SECONDS)
             self.round()
             self.drain()
             if answered and number < 3:
                 self.decide(yes=1.0)
+                self.drain()
+            if no and number == 1:
+                self.say_no()
                 self.drain()
             if owner_acts:
                 self.owner()
