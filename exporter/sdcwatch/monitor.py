@@ -313,6 +313,12 @@ class Monitor:
         return self._step
 
     @property
+    def checkpoint_dir(self) -> str | None:
+        """The folder whose checkpoints are judged, from whichever source set it; None without one, or where the
+        monitor is off."""
+        return self._settings.checkpoint_dir if self._epoch else None
+
+    @property
     def verdicts(self) -> tuple[Verdict, ...]:
         """The newest verdicts other than clean, oldest first (at most `verdicts_kept`)."""
         return tuple(self._epoch.reporter.verdicts) if self._epoch else ()

@@ -17,7 +17,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from sdcwatch.errors import ConfigurationError
 from sdcwatch.monitor import Monitor, Step
-from sdcwatch.settings import Settings
 
 
 class _Saved:
@@ -89,9 +88,7 @@ class Watch:
     def saved(self) -> None:
         """This rank has saved its part of a checkpoint; others may still be writing theirs."""
         step = int(self._trainer.state.global_step)
-        if self.monitor is None or self.monitor.newest_step != step:
-            return
-        if Settings.load(self._settings).checkpoint_dir:
+        if self.monitor is not None and self.monitor.checkpoint_dir and self.monitor.newest_step == step:
             self._saved.append(_Saved())
             folder = Path(self._trainer.args.output_dir) / f"checkpoint-{step}"
             self.monitor.note_checkpoint(folder, step, when=self._saved[-1])

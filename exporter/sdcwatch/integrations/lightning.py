@@ -17,7 +17,6 @@ import torch
 
 from sdcwatch.errors import ConfigurationError
 from sdcwatch.monitor import Monitor, Step
-from sdcwatch.settings import Settings
 
 
 class Watch:
@@ -103,10 +102,9 @@ class Watch:
 
     def _noted_checkpoint(self, checkpoint: Any, filepath: Any, *more: Any, **named: Any) -> Any:
         done = self._save_checkpoint(checkpoint, filepath, *more, **named)
-        if self.monitor is not None and self.monitor.newest_step is not None:
-            step = int(self._trainer.global_step)
-            if Settings.load(self._settings).checkpoint_dir and step == self.monitor.newest_step:
-                self.monitor.note_checkpoint(filepath, step)
+        step = int(self._trainer.global_step)
+        if self.monitor is not None and self.monitor.checkpoint_dir and self.monitor.newest_step == step:
+            self.monitor.note_checkpoint(filepath, step)
         return done
 
 
