@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import yaml
 from sdcwatch_remediation.actions.eks import Eks
 from sdcwatch_remediation.actions.eks_client import EksClient
 from sdcwatch_remediation.actions.handover import Handover
-from sdcwatch_remediation.actions.scheduler import Done, SchedulerProblem
+from sdcwatch_remediation.actions.scheduler import Done, Scheduler, SchedulerProblem
 from sdcwatch_remediation.cases import Case
 from sdcwatch_remediation.testing.kubernetes import FakeKubernetes
 from sdcwatch_remediation.testing.provider import fleet
@@ -40,22 +41,25 @@ def grants(of: list[dict[str, Any]]) -> list[Grant]:
     return [(verb, resource) for rule in of for resource in rule["resources"] for verb in rule["verbs"]]
 
 
+def walk(scheduler: Scheduler) -> None:
+    """A case of the first member: the evidence, every act, and all of it taken back."""
+    done: list[Done] = []
+    scheduler.describe(MEMBERS[0])
+    scheduler.logs(MEMBERS[0], "train")
+    while (act := scheduler.next_act(MEMBERS[0], "train", CASE, done)) is not None and len(done) < 5:
+        done.append(Done(act.name, act.target, scheduler.perform(act).outcome.value))
+    if (act := scheduler.next_restore(MEMBERS[0], CASE, done)) is not None:
+        scheduler.perform(act)
+
+
 def play(granted: list[dict[str, Any]], folder: Path) -> FakeKubernetes:
     """A whole case of the action: look, keep the evidence, cordon, evict, give back."""
     with FakeKubernetes(MEMBERS, rules=granted).serving() as fake:
         fake.add_pod("rank-0", MEMBERS[0].node_name, job="train")
         eks = Eks(EksClient.connect(str(fake.kubeconfig(folder / "kubeconfig")), timeout_seconds=5))
-        done: list[Done] = []
-        try:
+        with suppress(SchedulerProblem):  # a refused read ends it; the calls say which
             eks.look(MEMBERS[0], "train", CASE)
-            eks.describe(MEMBERS[0])
-            eks.logs(MEMBERS[0], "train")
-            while (act := eks.next_act(MEMBERS[0], "train", CASE, done)) is not None and len(done) < 5:
-                done.append(Done(act.name, act.target, eks.perform(act).outcome.value))
-            if (act := eks.next_restore(MEMBERS[0], CASE, done)) is not None:
-                eks.perform(act)
-        except SchedulerProblem:
-            pass  # a refused read ends it; the calls say which
+            walk(eks)
         return fake
 
 
@@ -88,15 +92,8 @@ def play_handover(granted: list[dict[str, Any]], folder: Path) -> FakeKubernetes
     case = Case(**{**empty, "id": CASE, "event_time": 1.0, "opened_at": 2.0})
     with FakeKubernetes(MEMBERS, rules=granted).serving() as fake:
         client = EksClient.connect(str(fake.kubeconfig(folder / "kubeconfig")), timeout_seconds=5)
-        handover, done = Handover(client, lambda: 3.0).of(case), list[Done]()
-        try:
-            handover.describe(MEMBERS[0])
-            while (act := handover.next_act(MEMBERS[0], "train", CASE, done)) is not None and len(done) < 5:
-                done.append(Done(act.name, act.target, handover.perform(act).outcome.value))
-            if (act := handover.next_restore(MEMBERS[0], CASE, done)) is not None:
-                handover.perform(act)
-        except SchedulerProblem:
-            pass  # a refused read ends it; the calls say which
+        with suppress(SchedulerProblem):  # a refused read ends it; the calls say which
+            walk(Handover(client, lambda: 3.0).of(case))
         return fake
 
 

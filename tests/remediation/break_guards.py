@@ -118,7 +118,7 @@ GUARDS: dict[str, tuple[tuple[str, str, str], ...]] = {
         ("actions/handover.py", "found = _condition(node)", "found: dict[str, Any] = {}"),
     ),
     "a rejected node keeps its condition": (
-        ("actions/handover.py", "if not _ours(_condition(node), ours):", "if True:"),
+        ("actions/handover.py", "if node is None or not _ours(_condition(node), ours):", "if True:"),
     ),
     "somebody else's cordon is taken for nobody's": (
         (

@@ -102,11 +102,8 @@ class Eks:
     def next_restore(self, member: Member, case_id: str, done: Sequence[Done]) -> Act | None:
         """Take our taint, our annotation and our cordon back where the node still says that they are ours."""
         name, ours = checked_name(member), mark(case_id)
-        reply = self._client.get(f"/api/v1/nodes/{name}")
-        if reply.status == 404:
-            return None
-        node = answered(reply, f"node {name}").body()
-        if _annotations(node).get(CASE) != ours:
+        node = find_node(self._client, name)
+        if node is None or _annotations(node).get(CASE) != ours:
             return None
         same_member(node, member)
         taints = node.get("spec", {}).get("taints", [])
@@ -137,12 +134,10 @@ class Eks:
 
     def describe(self, member: Member) -> str:
         """Return the node and its pods as the server has them."""
-        node = read_node(self._client, member)
-        node.get("metadata", {}).pop("managedFields", None)
         pods = [
             f"{pod.target} {pod.phase} uid={pod.uid} jobs={','.join(sorted(pod.jobs))}" for pod in self._pods(member)
         ]
-        return json.dumps(node, indent=2, sort_keys=True) + "\n\npods:\n" + "\n".join(pods or ["(none)"]) + "\n"
+        return describe_node(self._client, member) + "\npods:\n" + "\n".join(pods or ["(none)"]) + "\n"
 
     def logs(self, member: Member, job: str) -> dict[str, str]:
         """Return the last lines of the logs of the job's containers on the node, bounded in number and size."""
@@ -179,12 +174,28 @@ def read_node(client: EksClient, member: Member) -> dict[str, Any]:
         SchedulerProblem: it cannot be read.
     """
     name = checked_name(member)
-    reply = client.get(f"/api/v1/nodes/{name}")
-    if reply.status == 404:
+    node = find_node(client, name)
+    if node is None:
         raise NotOurs(f"Kubernetes knows no node of the name {name}; nothing was sent")
-    node = answered(reply, f"node {name}").body()
     same_member(node, member)
     return node
+
+
+def find_node(client: EksClient, name: str) -> dict[str, Any] | None:
+    """Return the node of a checked name, whichever instance it is; None where there is none.
+
+    Raises:
+        SchedulerProblem: it cannot be read.
+    """
+    reply = client.get(f"/api/v1/nodes/{name}")
+    return None if reply.status == 404 else answered(reply, f"node {name}").body()
+
+
+def describe_node(client: EksClient, member: Member) -> str:
+    """Return the node as the server has it, as JSON; raises as `read_node` does."""
+    node = read_node(client, member)
+    node.get("metadata", {}).pop("managedFields", None)
+    return json.dumps(node, indent=2, sort_keys=True) + "\n"
 
 
 def same_member(node: dict[str, Any], member: Member) -> None:

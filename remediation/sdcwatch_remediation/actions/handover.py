@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 from typing import Any
 
-from sdcwatch_remediation.actions.eks import out_of_service, read_node, same_member
-from sdcwatch_remediation.actions.eks_client import JSON, STRATEGIC_PATCH, EksClient, answered
+from sdcwatch_remediation.actions.eks import describe_node, find_node, out_of_service, read_node, same_member
+from sdcwatch_remediation.actions.eks_client import JSON, STRATEGIC_PATCH, EksClient
 from sdcwatch_remediation.actions.scheduler import (
     Act,
     ActResult,
@@ -58,9 +58,7 @@ class Handover:
 
     def describe(self, member: Member) -> str:
         """Return the node as the server has it; raises `SchedulerProblem`."""
-        node = read_node(self.client, member)
-        node.get("metadata", {}).pop("managedFields", None)
-        return json.dumps(node, indent=2, sort_keys=True) + "\n"
+        return describe_node(self.client, member)
 
 
 class HandoverOf:
@@ -70,7 +68,7 @@ class HandoverOf:
 
     def __init__(self, handover: Handover, case: Case) -> None:
         """Tell of this case, as it is known now."""
-        self._handover, self._case = handover, case
+        self._case = case
         self._client, self._clock = handover.client, handover.clock
 
     def next_act(self, member: Member, job: str, case_id: str, done: Sequence[Done]) -> Act | None:
@@ -93,11 +91,8 @@ class HandoverOf:
     def next_restore(self, member: Member, case_id: str, done: Sequence[Done]) -> Act | None:
         """Set the condition to False where it is set and is still this case's."""
         name, ours = checked_name(member), mark(case_id)
-        reply = self._client.get(f"/api/v1/nodes/{name}")
-        if reply.status == 404:
-            return None
-        node = answered(reply, f"node {name}").body()
-        if not _ours(_condition(node), ours):
+        node = find_node(self._client, name)
+        if node is None or not _ours(_condition(node), ours):
             return None
         same_member(node, member)
         message = f"{ours}: taken back; nobody replaces {name} on account of this case any more"
@@ -125,7 +120,7 @@ class HandoverOf:
 
     def describe(self, member: Member) -> str:
         """Return the node as the server has it."""
-        return self._handover.describe(member)
+        return describe_node(self._client, member)
 
     def logs(self, member: Member, job: str) -> dict[str, str]:
         """Return nothing: a handover has no road to logs."""
