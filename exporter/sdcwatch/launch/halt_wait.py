@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import shlex
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,17 +21,14 @@ from sdcwatch import durable
 from sdcwatch.errors import EXIT_HALTED, SpoolError
 from sdcwatch.latch import files as latches
 from sdcwatch.launch import launcher
+from sdcwatch.launch.health_check import MOST_SECONDS, HealthCheck, judged
 from sdcwatch.preflight import result
 from sdcwatch.preflight.command import parse_outcome
 
 #: A second latch that names nobody within this time is left to a person.
 UNNAMED_WINDOW_SECONDS = 86400.0
-#: A preflight that takes longer could not judge.
-PREFLIGHT_MOST_SECONDS = 300.0
 #: Seconds between two lines that say the job is still halted.
 _REMIND_SECONDS = 600.0
-#: The end of a preflight's output that is read and kept.
-_OUTPUT_BYTES = 65536
 
 Say = Callable[[str], None]
 
@@ -102,19 +97,10 @@ class _Wait:
         self._results = self._result_place()
         self._since = self._reminded = time.monotonic()
         self._judged = False
-        self._output = tempfile.TemporaryFile()  # noqa: SIM115 (closed in ended(); outlives this call)
         say("state=halted\n" + latches.explain(latch, places) + "\n  preflight runs on this node")
-        self._preflight: subprocess.Popen[bytes] | None = None
-        try:
-            self._preflight = subprocess.Popen(
-                options.preflight,
-                stdout=self._output,
-                stderr=subprocess.STDOUT,
-                stdin=subprocess.DEVNULL,
-                start_new_session=True,
-            )
-        except OSError as error:
-            self._record("unknown", f"cannot start {options.preflight[0]}: {error.strerror}")
+        self._check = HealthCheck(options.preflight)
+        if self._check.problem:
+            self._record("unknown", self._check.problem)
 
     def _result_place(self) -> Path | None:
         """Where all nodes of the latch see each other's results; None: nowhere, so a person has to release."""
@@ -127,14 +113,15 @@ class _Wait:
 
     def look(self) -> None:
         """One look: the preflight's end, a release by the job itself, a reminder in the log."""
-        if not self._judged and self._preflight is not None:
-            status = self._preflight.poll()
+        preflight = self._check.process
+        if not self._judged and preflight is not None:
+            status = preflight.poll()
             if status is not None:
-                self._record(judged(status, self._printed()), f"preflight exited {status}")
-            elif time.monotonic() - self._since > PREFLIGHT_MOST_SECONDS:
-                self._preflight.kill()
-                self._preflight.wait()
-                self._record("unknown", f"preflight took over {PREFLIGHT_MOST_SECONDS:g} s")
+                self._record(judged(status, self._check.printed()), f"preflight exited {status}")
+            elif time.monotonic() - self._since > MOST_SECONDS:
+                preflight.kill()
+                preflight.wait()
+                self._record("unknown", f"preflight took over {MOST_SECONDS:g} s")
         if self._judged and not self.latch.named and not self.latch.same_step_as:
             self._release_by_job()
         if time.monotonic() - self._reminded > _REMIND_SECONDS:
@@ -143,7 +130,7 @@ class _Wait:
 
     def _record(self, outcome: str, detail: str) -> None:
         self._judged = True
-        printed = self._printed()
+        printed = self._check.printed()
         self._say(f"preflight on {self._options.node}: {outcome} ({detail})")
         kept = result.record(
             self.latch.latch_id,
@@ -168,11 +155,6 @@ class _Wait:
             durable.replace_json(path, kept)
         except (OSError, SpoolError) as error:
             self._say(f"the preflight's result cannot be kept in {place}: {error}")
-
-    def _printed(self) -> str:
-        """The end of what the preflight printed; its judgement is the last line."""
-        self._output.seek(max(0, self._output.seek(0, 2) - _OUTPUT_BYTES))
-        return self._output.read(_OUTPUT_BYTES).decode(errors="replace").strip()
 
     def _release_by_job(self) -> None:
         if self._results is None or not self.latch.nodes:
@@ -207,19 +189,8 @@ class _Wait:
 
     def ended(self) -> None:
         """Stops a preflight that still runs."""
-        if self._preflight is not None and self._preflight.poll() is None:
-            self._preflight.kill()
-            self._preflight.wait()
-        self._output.close()
-
-
-def judged(status: int, printed: str) -> str:
-    """`pass`, `fail` or `unknown`: what a preflight's exit status and output prove together.
-
-    A failure counts only where the command says it itself, in a JSON line with `"outcome": "fail"`: 1 is also the
-    status of a program that crashed, was not installed or was called wrongly, and that proves nothing of the machine.
-    """
-    outcome = parse_outcome(printed).get("outcome")
-    if status == 0:
-        return "pass" if outcome in (None, "pass") else "unknown"
-    return "fail" if status == 1 and outcome == "fail" else "unknown"
+        preflight = self._check.process
+        if preflight is not None and preflight.poll() is None:
+            preflight.kill()
+            preflight.wait()
+        self._check.close()
