@@ -11,7 +11,6 @@ import datetime
 import multiprocessing
 import os
 import signal
-import socket
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
@@ -20,6 +19,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from benchmarks.campaign.pool import free_port
 
 TIMEOUT_SECONDS = 60.0
 #: In a life that is killed: those that are left notice a closed connection at once, or this late.
@@ -47,9 +48,7 @@ def run(
         By rank: ("value", what it returned), ("error", text), ("exit", status), ("died", exit code) or ("hung", limit).
     """
     context = multiprocessing.get_context("fork")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = int(probe.getsockname()[1])
+    port = free_port()
     processes: list[Any] = []
     pipes: dict[Any, int] = {}
     for rank in range(size):

@@ -4,8 +4,8 @@ What it does: writes `<evidence_dir>/<case id>/` with the case, its timeline, ev
 gave them, the GPUs by UUID and serial number, the node's own known-answer test, what each scheduler says about the
 node, and the job's logs where it has them; `manifest.json` lists every file with its SHA-256 and every skip with its
 reason.
-What it never does: fail a case: what cannot be kept is a recorded skip. Nothing is fetched
-from the suspect any more; what its agent said of its own test is on record, and marked as its own word.
+What it never does: fail a case: what cannot be kept is a recorded skip. Nothing is fetched from the suspect any more;
+what its agent said of its own test is on record, and marked as its own word.
 Its place: `actions/isolate.contain` calls it, so that it stands on disk before quarantine and replacement.
 """
 
