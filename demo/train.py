@@ -58,6 +58,11 @@ def main() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(7)
     dist.init_process_group("gloo")
+    train(arguments)  # model and monitor are gone when it returns: torch may hang where DDP outlives its group
+    dist.destroy_process_group()
+
+
+def train(arguments: argparse.Namespace) -> None:
     rank, shape = dist.get_rank(), Shape()
     model = ByteGPT(shape)
     ddp = DistributedDataParallel(model)
@@ -96,7 +101,6 @@ def main() -> None:
         time.sleep(max(0.0, arguments.pace - (time.monotonic() - began)))
     monitor.close()
     log.write("done", step=arguments.steps, sha256=weights_sha256(model))
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -16,8 +16,7 @@ def loss_fn(model: torch.nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) ->
     return functional.mse_loss(model(inputs), targets)
 
 
-def main() -> None:
-    dist.init_process_group("gloo")
+def train() -> None:
     torch.manual_seed(1)
     net = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.GELU(), torch.nn.Linear(32, 4))
     model: Any = torch.compile(DistributedDataParallel(net), backend="aot_eager")
@@ -31,6 +30,11 @@ def main() -> None:
             optimizer.step()
             optimizer.zero_grad()
     monitor.close()
+
+
+def main() -> None:
+    dist.init_process_group("gloo")
+    train()  # model and monitor are gone when it returns: torch may hang where DDP outlives its group
     dist.destroy_process_group()
 
 

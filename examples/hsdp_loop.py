@@ -18,8 +18,7 @@ def loss_fn(model: torch.nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) ->
     return functional.mse_loss(model(inputs), targets)
 
 
-def main() -> None:
-    dist.init_process_group("gloo")
+def train() -> None:
     torch.manual_seed(1)
     mesh = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("replicate", "shard"))
     model = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.GELU(), torch.nn.Linear(32, 4))
@@ -35,6 +34,11 @@ def main() -> None:
             optimizer.step()
             optimizer.zero_grad()
     monitor.close()
+
+
+def main() -> None:
+    dist.init_process_group("gloo")
+    train()  # model and monitor are gone when it returns: torch may hang where DDP outlives its group
     dist.destroy_process_group()
 
 

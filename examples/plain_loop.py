@@ -19,8 +19,7 @@ def loss_fn(model: torch.nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) ->
         return functional.mse_loss(model(inputs), targets) / ACCUMULATE
 
 
-def main() -> None:
-    dist.init_process_group("gloo")
+def train() -> None:
     torch.manual_seed(1)
     net = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.Dropout(0.1), torch.nn.Linear(32, 4))
     model = DistributedDataParallel(net)
@@ -40,6 +39,11 @@ def main() -> None:
             scaler.update()
             optimizer.zero_grad()
     monitor.close()
+
+
+def main() -> None:
+    dist.init_process_group("gloo")
+    train()  # model and monitor are gone when it returns: torch may hang where DDP outlives its group
     dist.destroy_process_group()
 
 

@@ -21,7 +21,7 @@ from sdcwatch.agent.tally import Tally
 from sdcwatch.latch import files as latches
 from sdcwatch.spool.folders import user_root
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(450)]
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 
 TRAIN = Path(__file__).with_name("restart_train.py")
 #: torchrun's rendezvous forgets a dead node after three of these seconds, and waits so long for a further one.
@@ -52,6 +52,8 @@ class Job:
                 "SDCWATCH_JOB": "job", "SDCWATCH_AGENT": "off", "SDCWATCH_NODE": name, "SDCWATCH_MAX_OVERHEAD": "0",
                 "SDCWATCH_SPOOL_DIR": str(self.spool(name)), "OMP_NUM_THREADS": "1",
                 "SDCWATCH_CHECKPOINT_DIR": str(self.folder / "checkpoints"),
+                # Otherwise torchrun keeps one store over its restarts: a new rank may find a dead one's address there.
+                "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
             }  # fmt: skip
             run = ["-c", "import sys; from sdcwatch.cli import main; sys.exit(main())", "run", "--poll", "0.1"]
             # Two torchruns whose ranks end at the same moment can wait for one another in the rendezvous for minutes.
@@ -84,7 +86,7 @@ class Job:
     def statuses(self, *names: str) -> list[int]:
         """Waits for the `sdcwatch run` of these nodes (all)."""
         waited = [self.nodes[name] for name in names or self.nodes]
-        self.until(lambda: all(p.poll() is not None for p in waited), "the job ends", 200.0)
+        self.until(lambda: all(p.poll() is not None for p in waited), "the job ends", 250.0)
         return [int(p.returncode) for p in waited]
 
     def processes(self, name: str) -> list[int]:
