@@ -7,6 +7,7 @@ Its place: `cli serve` calls `serve`.
 
 from __future__ import annotations
 
+import gc
 import logging
 import signal
 import socket
@@ -39,6 +40,9 @@ def serve(config: Config) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         # uvicorn raises the signal again once it has ended; ours lets the `finally` below close the service then.
         signal.signal(number, lambda *_: None)
+    # What was imported and built by now stays: a full collection that walks through it again holds all requests up.
+    gc.collect()
+    gc.freeze()
     service.start()
     print_line(
         {

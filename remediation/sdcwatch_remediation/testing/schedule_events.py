@@ -153,7 +153,7 @@ class Happenings(World):
 
     def stop(self) -> None:
         """Pause or resume, set or remove the kill switch."""
-        what = self.random.randrange(6)
+        what = self.random.choice((0, 0, 0, 1, 2, 3, 4, 5))
         self.note(("pause", "resume", "resume", "kill switch on", "kill switch off", "kill switch off")[what])
         if what == 0:
             self.begin("pause", lambda service: service.ledger.pause(by="ann", reason="drill"))

@@ -38,11 +38,19 @@ def problems(world: World) -> Iterator[str]:
 
 
 def _asked(world: World) -> Counter[str]:
-    """Return how often each instance was asked to be replaced, without calls that surely had no effect."""
-    found = Counter(call.request["NodeIds"][0] for call in world.simulator.calls(REPLACE) if not _refused(call))
+    """Return how often each instance was asked to be replaced, without calls that surely had no effect.
+
+    A refusal that came after a call that had, or may have had, an effect counts: who asks again relies on the far
+    side's good sense.
+    """
+    found: Counter[str] = Counter()
+    for call in world.simulator.calls(REPLACE):
+        instance = call.request["NodeIds"][0]
+        if found[instance] or not _refused(call):
+            found[instance] += 1
     if world.slurm is not None:
         for act in world.slurm.acts:
-            if "state=fail" in act.argv and (act.effect or act.status is None):
+            if "state=fail" in act.argv and (found[act.instance_id] or act.effect or act.status is None):
                 found[act.instance_id] += 1
     if world.kubernetes is not None:
         # One handover that was taken back may be followed by another case's; one case speaks of a node once.

@@ -38,7 +38,7 @@ _WEIGHTS = {
     "lie": (1, 1, 1),
     "others": (1, 2, 2),
     "owner": (2, 2, 2),
-    "stop": (1, 2, 2),
+    "stop": (3, 3, 2),
     "fault": (0, 1, 2),
     "other job": (1, 1, 1),
     "two named": (0, 1, 1),
