@@ -133,7 +133,19 @@ GUARDS: dict[str, tuple[tuple[str, str, str], ...]] = {
 
 #: Guards at moments that schedules meet too rarely: the test that holds them must turn red instead.
 TESTS = {
+    "two processes move a case at once": (
+        "test_service_schedules.py::test_a_second_process_amid_a_replace_call_never_makes_another"
+    ),
     "an owner is told without asking the gates": "test_handover.py::test_what_holds_a_replacement_holds_a_handover",
+    "one failed test of another halt is enough": (
+        "test_service_known_answer.py::test_every_other_answer_ends_as_suspected_with_its_reason"
+    ),
+    "an Event is named after the moment": (
+        "test_handover.py::test_a_crash_amid_an_act_leaves_one_condition_and_one_event"
+    ),
+    "somebody else's cordon is taken for nobody's": (
+        "test_eks_action.py::test_a_node_that_others_took_out_of_service_is_left_to_them"
+    ),
 }
 
 RUN = """

@@ -231,7 +231,10 @@ class Happenings(World):
                 self.decide(yes=1.0)
             if self.random.random() < 0.2:
                 self.owner()
-            self.round()
+            if self.random.random() < 0.5:
+                self.rounds()
+            else:
+                self.round()
             self.drain()
             for process in self.processes:
                 if not process.up:

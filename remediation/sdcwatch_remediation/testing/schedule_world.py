@@ -211,6 +211,11 @@ class World:
         """Let one process begin a round."""
         self.begin("round", lambda service: service.worker.round(), once=True)
 
+    def rounds(self) -> None:
+        """Let every process begin a round at the same time, as the same alert wakes them."""
+        for process in self.processes:
+            self.begin("round", lambda service: service.worker.round(), once=True, process=process)
+
     def advance(self, seconds: float) -> None:
         """Let virtual time pass."""
         self.clock.now += seconds
@@ -257,9 +262,11 @@ class World:
             process.service.close()
             process.bury()
 
-    def begin(self, name: str, work: Callable[[Service], None], *, once: bool = False) -> None:
-        """Begin a task in one of the processes that are up."""
-        up = [process for process in self.processes if process.up]
+    def begin(
+        self, name: str, work: Callable[[Service], None], *, once: bool = False, process: Process | None = None
+    ) -> None:
+        """Begin a task in one of the processes that are up, or in that one if it is."""
+        up = [one for one in self.processes if one.up and process in (None, one)]
         if not up:
             return
         process = self.random.choice(up)

@@ -107,7 +107,7 @@ def _begin(world: Happenings) -> None:
 def _menu(world: Happenings) -> dict[str, Callable[[], None]]:
     aimed = world.result.temper == "aimed"
     return {
-        "round": world.round,
+        "round": lambda: world.rounds() if world.random.random() < 0.3 else world.round(),
         "time": lambda: world.advance(world.random.choice(_SHORT)),
         "again": world.again,
         "decide": lambda: world.decide(yes=0.92 if aimed else 0.7),
