@@ -17,6 +17,10 @@ def _rate(work: Callable[[torch.Tensor], object], buffer: torch.Tensor) -> float
     return buffer.numel() / (time.perf_counter() - begin)
 
 
+#: A pool of OpenMP spins for some milliseconds after its last work, on the cores that the next measurement needs.
+SPIN_SECONDS = 0.05
+
+
 def _hashed(buffer: torch.Tensor) -> int:
     return fingerprint([buffer])
 
@@ -25,7 +29,15 @@ def _summed(buffer: torch.Tensor) -> torch.Tensor:
     return buffer.view(torch.int64).sum()
 
 
-def bandwidth(*, megabytes: tuple[int, ...] = (64, 256), repeats: int = 9) -> list[dict[str, Any]]:
+def _ratio(buffer: torch.Tensor) -> float:
+    rates = []
+    for work in (_summed, _hashed):
+        time.sleep(SPIN_SECONDS)
+        rates.append(_rate(work, buffer))
+    return rates[1] / rates[0]
+
+
+def bandwidth(*, megabytes: tuple[int, ...] = (64, 256), repeats: int = 25) -> list[dict[str, Any]]:
     """Median ratio of the two rates, one thread and all of torch's, taken in turns."""
     rows = []
     before = torch.get_num_threads()
@@ -34,7 +46,7 @@ def bandwidth(*, megabytes: tuple[int, ...] = (64, 256), repeats: int = 9) -> li
             buffer = torch.randint(256, (size << 20,), dtype=torch.uint8)
             for threads in sorted({1, before}):
                 torch.set_num_threads(threads)
-                ratios = [1 / _rate(_summed, buffer) * _rate(_hashed, buffer) for _ in range(repeats)]
+                ratios = [_ratio(buffer) for _ in range(repeats)]
                 rows.append({"megabytes": size, "threads": threads, "of_sum": statistics.median(ratios)})
     finally:
         torch.set_num_threads(before)

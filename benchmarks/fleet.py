@@ -1,7 +1,7 @@
 """2,048 agents' text: how large it is, and how long the page rule takes a real Prometheus over all of its series.
 
-Twice: scraped from all agents, with an event on one node (benchmarks/fleet_scrape.py), and the rule's expression alone
-with an event on every rank, where the texts are loaded as one block with promtool.
+Twice: scraped from all agents, with an event on one rank and on one node (benchmarks/fleet_scrape.py), and the rule's
+expression alone with an event on every rank, where the texts are loaded as one block with promtool.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ def fleet(*, agents: int = 2048, repeats: int = 7, interval: int = 60) -> dict[s
         "series_a_rank": len(lines) / (8 * agents),
     }  # fmt: skip
     if shutil.which("promtool") and shutil.which("prometheus"):
-        found["scraped"] = scraped([texts[0] + _events(), *texts[1:]], interval=interval)
+        found["scraped"] = scraped([texts[0] + _events(1), *texts[1:]], texts[0] + _events(8), interval=interval)
         found["page_rule_seconds"] = statistics.median(_page_rule(lines, agents * 8, repeats))
     return found
 
 
-def _events() -> str:
-    """An event of now on each rank of the first node."""
+def _events(ranks: int) -> str:
+    """An event of now on so many ranks of the first node."""
     now = time.time()
     rows = []
-    for rank in range(8):
+    for rank in range(ranks):
         labels = ",".join(f'{name}="{value}"' for name, value in {**labels_of(rank, 8), "check": "replay"}.items())
         rows.append(f"sdc_last_mismatch_timestamp_seconds{{{labels}}} {now:.0f}\n")
     return "".join(rows)

@@ -1,7 +1,9 @@
 """A real Prometheus scrapes every agent of a fleet and evaluates the rules of a page as they ship.
 
-One server on loopback answers for all agents, each under a path of its own; one node's ranks carry an event. The time
-of an evaluation is Prometheus' own, `prometheus_rule_group_last_duration_seconds`.
+One server on loopback answers for all agents, each under a path of its own; one rank carries an event, and after a
+while all ranks of its node. The time of an evaluation is Prometheus' own,
+`prometheus_rule_group_last_duration_seconds`; each page's text asks for the state of its whole job, so it grows with
+the pages.
 """
 
 from __future__ import annotations
@@ -51,10 +53,14 @@ class _Answer(BaseHTTPRequestHandler):
         """Says nothing: thousands of scrapes a minute."""
 
 
-def scraped(texts: Sequence[str], *, interval: int = 60, evaluations: int = 5, limit: float = 240) -> dict[str, Any]:
+def scraped(
+    texts: Sequence[str], later: str, *, interval: int = 60, evaluations: int = 5, limit: float = 240
+) -> dict[str, Any]:
     """Scrapes all agents; evaluation seconds of the page's rule group once every agent was scraped.
 
     Args:
+        texts: what each agent serves.
+        later: what the first one serves after the first evaluations; more ranks of it carry an event.
         interval: seconds between scrapes of an agent.
         evaluations: evaluations, two seconds apart, to take the median and the slowest of.
         limit: seconds until it gives up.
@@ -71,7 +77,12 @@ def scraped(texts: Sequence[str], *, interval: int = 60, evaluations: int = 5, l
         command.append(f"--web.listen-address=127.0.0.1:{port}")
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         try:
-            return _watched(f"http://127.0.0.1:{port}", process.pid, len(texts), evaluations, limit)
+            base = f"http://127.0.0.1:{port}"
+            found = _all_up(base, process.pid, len(texts), limit)
+            found["page_group"] = [_evaluated(base, 1, evaluations, limit)]
+            server.texts = [later.encode(), *server.texts[1:]]
+            found["page_group"].append(_evaluated(base, 2, evaluations, limit))
+            return found
         finally:
             process.terminate()
             process.wait(30)
@@ -106,34 +117,38 @@ def _write(folder: Path, address: str, agents: int, interval: int) -> int:
     return port
 
 
-def _watched(base: str, pid: int, agents: int, evaluations: int, limit: float) -> dict[str, Any]:
+def _all_up(base: str, pid: int, agents: int, limit: float) -> dict[str, Any]:
     begin = time.monotonic()
     while (up := _number(base, 'count(up{job="sdcwatch"} == 1)') or 0) < agents:
         if time.monotonic() - begin > limit:
             raise TimeoutError(f"{up:.0f} of {agents} agents were scraped in {limit:.0f} s")
         time.sleep(1)
-    all_up = time.monotonic() - begin
-    matching = f'{{rule_group=~".*{GROUP}"}}'
-    seen: dict[float, float] = {}
-    while len(seen) < evaluations:
-        if time.monotonic() - begin > limit + 60:
-            raise TimeoutError(f"{len(seen)} of {evaluations} evaluations were seen")
-        at = _number(base, f"prometheus_rule_group_last_evaluation_timestamp_seconds{matching}")
-        took = _number(base, f"prometheus_rule_group_last_duration_seconds{matching}")
-        if at is not None and took is not None:
-            seen[at] = took
-        time.sleep(1)
-    ordered = sorted(seen.values())
     status = Path(f"/proc/{pid}/status").read_text().splitlines()
     return {
         "targets": agents,
-        "all_scraped_after_s": all_up,
+        "all_scraped_after_s": time.monotonic() - begin,
         "series": _number(base, 'sum(scrape_samples_post_metric_relabeling{job="sdcwatch"})'),
-        "page_group_seconds": ordered[len(ordered) // 2],
-        "page_group_seconds_most": ordered[-1],
-        "paged_ranks": _number(base, 'count(ALERTS{alertname="SDCReplicaMismatch"})') or 0,
         "prometheus_mb": next(int(line.split()[1]) / 1024 for line in status if "VmRSS" in line),
     }
+
+
+def _evaluated(base: str, ranks: int, evaluations: int, limit: float) -> dict[str, Any]:
+    """Evaluations with at least so many ranks paged, each seen once."""
+    begin = time.monotonic()
+    paged = 0.0
+    matching = f'{{rule_group=~".*{GROUP}"}}'
+    seen: dict[float, float] = {}
+    while len(seen) < evaluations:
+        if time.monotonic() - begin > limit:
+            raise TimeoutError(f"{len(seen)} of {evaluations} evaluations with {ranks} ranks paged were seen")
+        at = _number(base, f"prometheus_rule_group_last_evaluation_timestamp_seconds{matching}")
+        took = _number(base, f"prometheus_rule_group_last_duration_seconds{matching}")
+        paged = _number(base, 'count(ALERTS{alertname="SDCReplicaMismatch"})') or 0
+        if at is not None and took is not None and paged >= ranks:
+            seen[at] = took
+        time.sleep(1)
+    ordered = sorted(list(seen.values())[1:] or seen.values())  # the first may have been seen with fewer paged
+    return {"paged": paged, "seconds": ordered[len(ordered) // 2], "seconds_most": ordered[-1]}
 
 
 def _number(base: str, query: str) -> float | None:
