@@ -69,7 +69,19 @@ class Job:
                     stdout=log,
                     stderr=log,
                 )
+            self.until(lambda name=name: self._launched(name), f"torchrun of node {name} is there")
         return self
+
+    def _launched(self, name: str) -> bool:
+        """Whether the node's torchrun has its process id; `sdcwatch run` names it in its arguments, too."""
+        for pid in self.processes(name):
+            with contextlib.suppress(OSError):
+                if (
+                    pid != self.nodes[name].pid
+                    and b"torch.distributed.run" in Path(f"/proc/{pid}/cmdline").read_bytes()
+                ):
+                    return True
+        return self.nodes[name].poll() is not None
 
     def spool(self, name: str) -> Path:
         return self.folder / f"spool-{name}"
