@@ -10,15 +10,14 @@ from typing import Any
 import torch
 from sdcwatch.fingerprint import fingerprint
 
+#: A pool of OpenMP spins for some milliseconds after its last work, on the cores that the next measurement needs.
+SPIN_SECONDS = 0.05
+
 
 def _rate(work: Callable[[torch.Tensor], object], buffer: torch.Tensor) -> float:
     begin = time.perf_counter()
     work(buffer)
     return buffer.numel() / (time.perf_counter() - begin)
-
-
-#: A pool of OpenMP spins for some milliseconds after its last work, on the cores that the next measurement needs.
-SPIN_SECONDS = 0.05
 
 
 def _hashed(buffer: torch.Tensor) -> int:

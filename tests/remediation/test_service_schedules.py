@@ -39,7 +39,7 @@ def test_a_second_process_amid_a_replace_call_never_makes_another(moment: str, s
         here = {"commit": "committed reserve", "call": f"call {REPLACE}", "answer": f"answer {REPLACE}"}[moment]
         for _ in range(20):
             world.advance(5.0)
-            world.begin("round", lambda service: service.worker.round(), process=first)
+            world.round(first)
             while not world.result.points[here] and world.turn():
                 pass
             if world.result.points[here]:
@@ -47,7 +47,7 @@ def test_a_second_process_amid_a_replace_call_never_makes_another(moment: str, s
         assert first.tasks, "the first process stands where it was to stand"
         for _ in range(3):
             world.advance(seconds)
-            world.begin("round", lambda service: service.worker.round(), process=second)
+            world.round(second)
             while second.tasks:
                 if second.tasks[0].step():
                     second.tasks.pop(0)

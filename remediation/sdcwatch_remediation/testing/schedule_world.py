@@ -207,14 +207,14 @@ class World:
 
         self.begin("deliver", work)
 
-    def round(self) -> None:
-        """Let one process begin a round."""
-        self.begin("round", lambda service: service.worker.round(), once=True)
+    def round(self, process: Process | None = None) -> None:
+        """Let one process, or that one, begin a round."""
+        self.begin("round", lambda service: service.worker.round(), once=True, process=process)
 
     def rounds(self) -> None:
         """Let every process begin a round at the same time, as the same alert wakes them."""
         for process in self.processes:
-            self.begin("round", lambda service: service.worker.round(), once=True, process=process)
+            self.round(process)
 
     def advance(self, seconds: float) -> None:
         """Let virtual time pass."""
