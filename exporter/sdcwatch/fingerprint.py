@@ -5,8 +5,8 @@ threads as torch uses, so the number never depends on how many there are. Tensor
 `fingerprint_device`, and their digests are hashed once more into one, which stays there until somebody reads it: a
 checked step reads a row, not its fingerprints. Both ends of a comparison always run on the same kind of device (the
 environment digest says so), so the two forms never meet. Two different contents collide with probability 2^-64 (XXH3,
-not against an adversary), or 2^-62 in the device form. Each tensor's length is hashed before its bytes, so a byte never
-counts for its neighbour in the sequence.
+not against an adversary), or 2^-62 in the device form. The tensors' lengths are hashed after all bytes, and their
+count last, so a byte never counts for its neighbour in the sequence.
 
 Never copies a contiguous tensor, never compares floats (NaN bits and signed zeros count), never raises for odd dtypes:
 tensors without a run of bytes (sparse, meta, wrapper subclasses, freed storage) are skipped and the caller counts
@@ -17,10 +17,11 @@ from __future__ import annotations
 
 import ctypes
 import os
+import struct
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeGuard
 
 import torch
 import xxhash
@@ -29,7 +30,7 @@ from sdcwatch.fingerprint_device import device_digest, device_digests, joined, r
 from sdcwatch.shards import local
 
 #: The form of the numbers; it changes whenever equal bytes would give another one.
-FORM = "xxh3-4MiB-1,nh-tiles-2"
+FORM = "xxh3-4MiB-2,nh-tiles-2"
 
 #: A uint64 that the host knows, or one that still lies on a device: the same 64 bits, as a 0-d int64 tensor.
 Digest: TypeAlias = int | torch.Tensor
@@ -38,8 +39,9 @@ _PIECE = 4 << 20
 #: More threads than this no memory of one socket keeps busy.
 _MOST_THREADS = 8
 _MASK = (1 << 64) - 1
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
-_NONE, _SKIP, _DEVICE = b"\x00none", b"\x00skip", b"\x00device"
+_PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
+#: What stands for a length where there is none: no gradient, nothing that can be read; or marks one of a device.
+_NONE, _SKIP, _DEVICE = _MASK, _MASK - 1, 1 << 63
 
 __all__ = [
     "FORM", "Digest", "can_fingerprint", "combine", "combine_unread", "device_digest", "digest_bytes", "fingerprint",
@@ -79,18 +81,23 @@ def unread_fingerprint(tensors: Iterable[torch.Tensor | None]) -> Digest:
         A number where all tensors lie in host memory; else it lies on the first device, and nothing was read from one.
     """
     hasher = xxhash.xxh3_64()
+    lengths: list[int] = []
     pending: list[torch.Tensor] = []
     for whole in tensors:
+        if _as_it_lies(whole):  # nearly all there are: a model of small parameters passes here a thousand times a check
+            lengths.append(_update(hasher, whole))
+            continue
         tensor = None if whole is None else local(whole)
         if tensor is None:
-            hasher.update(_NONE)
+            lengths.append(_NONE)
         elif not can_fingerprint(tensor):
-            hasher.update(_SKIP)
+            lengths.append(_SKIP)
         elif on_host(tensor):
-            _update(hasher, tensor)
+            lengths.append(_update(hasher, raw(tensor)))
         else:
-            hasher.update(_DEVICE + tensor.nbytes.to_bytes(8, "little"))
+            lengths.append(_DEVICE | tensor.nbytes)
             pending.append(tensor)
+    hasher.update(struct.pack(f"<{len(lengths) + 1}Q", *lengths, len(lengths)))
     return joined(device_digests(pending), hasher.intdigest()) if pending else hasher.intdigest()
 
 
@@ -120,20 +127,27 @@ def combine_unread(digests: Sequence[Digest]) -> Digest:
     return joined(torch.stack([d.to(unread[0].device) for d in unread]), known) if unread else known
 
 
-def _update(hasher: xxhash.xxh3_64, tensor: torch.Tensor) -> None:
-    # `value` keeps the memory alive while it is read.
-    value = tensor if type(tensor) in _PLAIN and tensor.is_contiguous() and not _lazy(tensor) else raw(tensor)
+def _as_it_lies(tensor: torch.Tensor | None) -> TypeGuard[torch.Tensor]:
+    """Whether the host's memory at a tensor's address is its value."""
+    return (
+        tensor is not None
+        and type(tensor) in _PLAIN
+        and on_host(tensor)
+        and tensor.layout is torch.strided
+        and tensor.is_contiguous()
+        and not (tensor.is_nested or tensor.is_neg() or tensor.is_conj())
+        and tensor.data_ptr() != 0
+    )
+
+
+def _update(hasher: xxhash.xxh3_64, value: torch.Tensor) -> int:
+    """Hashes contiguous host memory; its length in bytes. Whoever calls keeps it alive meanwhile."""
     size = value.nbytes
-    hasher.update(size.to_bytes(8, "little"))
     if size > _PIECE:
         hasher.update(b"".join(_pieces(value.data_ptr(), size)))
     elif size:
         hasher.update(_memory(value.data_ptr(), size))
-
-
-def _lazy(tensor: torch.Tensor) -> bool:
-    """A view whose memory is not its value: conjugated, or negated."""
-    return tensor.is_neg() or tensor.is_conj()
+    return size
 
 
 def _memory(address: int, size: int) -> Any:
@@ -150,15 +164,19 @@ def _pieces(address: int, size: int) -> list[bytes]:
     """Digests of a large tensor's pieces, in order."""
     places = [(address + start, min(_PIECE, size - start)) for start in range(0, size, _PIECE)]
     threads = min(torch.get_num_threads(), _MOST_THREADS, len(places))
-    if threads == 1:
-        return [_piece(place) for place in places]
-    others = [_threads(threads).submit(_share, places[n::threads]) for n in range(1, threads)]
-    shares = [_share(places[::threads]), *(other.result() for other in others)]
-    return [shares[n % threads][n // threads] for n in range(len(places))]
+    digests = [b""] * len(places)
+    unread = iter(range(len(places)))
 
+    def read() -> None:
+        for n in unread:  # each takes the next piece, so a thread that gets no processor is waited for by nobody
+            digests[n] = _piece(places[n])
 
-def _share(places: list[tuple[int, int]]) -> list[bytes]:
-    return [_piece(place) for place in places]
+    others = [_threads(threads).submit(read) for _ in range(1, threads)]
+    read()
+    for other in others:
+        if not other.cancel():
+            other.result()
+    return digests
 
 
 def _piece(place: tuple[int, int]) -> bytes:

@@ -17,6 +17,8 @@ from sdcwatch.fingerprint import Digest, on_host, read_digests, unread_fingerpri
 from sdcwatch.shards import local
 
 _HALF = (torch.float16, torch.bfloat16)
+#: Types whose norm torch sums in the type itself.
+_PLAIN_NORM = (torch.float32, torch.float64)
 
 
 class LocalGradients:
@@ -122,6 +124,9 @@ class LocalGradients:
 
 def norm(gradient: torch.Tensor) -> torch.Tensor:
     """L2 norm of one gradient as a 0-d tensor on its device; half precisions are summed in float32."""
+    if gradient.layout is torch.strided and gradient.dtype in _PLAIN_NORM and not gradient.requires_grad:
+        plain: torch.Tensor = torch.linalg.vector_norm(gradient)  # the usual case, in a hook of every parameter
+        return plain
     value = gradient.detach()
     if value.layout is not torch.strided:
         value = value.coalesce().values()
@@ -155,7 +160,7 @@ def reduced(parameters: Sequence[torch.nn.Parameter]) -> tuple[Digest, int | tor
     def looked_at() -> Iterator[torch.Tensor | None]:
         for gradient in gradients:
             if gradient is not None and gradient.layout in (torch.strided, torch.sparse_coo):
-                values.append(_real(gradient.detach()))
+                values.append(_real(gradient))
                 sums.append(_witness(values[-1]))
             yield gradient
 
@@ -180,5 +185,6 @@ def _witness(value: torch.Tensor) -> torch.Tensor:
 
 def _real(gradient: torch.Tensor) -> torch.Tensor:
     """The numbers of a gradient: its stored values where it is sparse, real and imaginary parts where complex."""
-    value = gradient if gradient.layout is torch.strided else gradient._values()
+    value = gradient.detach() if gradient.requires_grad else gradient
+    value = value if value.layout is torch.strided else value._values()
     return torch.view_as_real(value.resolve_conj()) if value.is_complex() else value

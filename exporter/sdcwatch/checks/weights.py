@@ -160,27 +160,38 @@ def state_tensors(
 
     State of other parameters in the same optimizer (experts, a rank's own temperature) differs by design.
     """
-    for parameter in parameters:
-        entry = optimizer.state.get(parameter)
-        if not entry:
-            yield None
-            continue
-        for key in sorted(entry, key=str):
-            yield from _tensors(entry[key])
+    return iter(_state(optimizer, parameters)[0])
 
 
 def state_fingerprint(optimizer: torch.optim.Optimizer, parameters: Sequence[torch.nn.Parameter]) -> Digest:
     """One uint64 over the optimizer's state: tensors by their bytes, numbers by their exact text."""
+    tensors, numbers = _state(optimizer, parameters)
+    return combine_unread([unread_fingerprint(tensors), digest_bytes(";".join(numbers).encode())])
+
+
+def _state(
+    optimizer: torch.optim.Optimizer, parameters: Sequence[torch.nn.Parameter]
+) -> tuple[list[torch.Tensor | None], list[str]]:
+    """All tensors of the parameters' state, and all else in it as text; both by parameter, then by sorted key."""
+    tensors: list[torch.Tensor | None] = []
     numbers: list[str] = []
+    sorted_keys: dict[tuple[Any, ...], list[Any]] = {}  # nearly always the same few for every parameter
     for parameter in parameters:
-        entry = optimizer.state.get(parameter) or {}
-        numbers.extend(
-            f"{key}={_exact(entry[key], [])}"
-            for key in sorted(entry, key=str)
-            if not isinstance(entry[key], torch.Tensor)
-        )
-    tensors = unread_fingerprint(state_tensors(optimizer, parameters))
-    return combine_unread([tensors, digest_bytes(";".join(numbers).encode())])
+        entry = optimizer.state.get(parameter)
+        if not entry:
+            tensors.append(None)
+            continue
+        keys = tuple(entry)
+        if keys not in sorted_keys:
+            sorted_keys[keys] = sorted(keys, key=str)
+        for key in sorted_keys[keys]:
+            value = entry[key]
+            if isinstance(value, torch.Tensor):
+                tensors.append(value)
+            else:
+                tensors.extend(_tensors(value))
+                numbers.append(f"{key}={_exact(value, [])}")
+    return tensors, numbers
 
 
 def covered_bytes(tensors: Iterator[torch.Tensor | None]) -> tuple[int, int]:
