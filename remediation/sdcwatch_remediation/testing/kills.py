@@ -31,6 +31,8 @@ MOMENTS = (
     "proving_replacement", "replacement_proven", "resuming", "latch_released", "amid the call", "at random",
 )  # fmt: skip
 """Lines of the audit log, and two more, at which a process is killed."""
+RANDOM_LINES, RANDOM_SECONDS = range(1, 12), 0.05
+"""A kill at random comes so many lines after the start (a run without a kill has more of them), and so much later."""
 FAULTS = ("", "", "slow_answer", "drop_after", "error_after", "throttle", "empty_answer")
 END_SECONDS = 240.0
 SUSPECT = 2
@@ -65,22 +67,28 @@ class _Run:
         self.states: dict[str, str] = {}
         self._lock = threading.Lock()
         self._began = time.monotonic()
-        self._kill_at = 0.0
-        """When a kill at random comes; 0: a while after the next process listens."""
+        self._lines = self.random.choice(RANDOM_LINES)
+        """Lines of the audit log until a kill at random."""
 
     def heard(self, serve: Serve, line: dict[str, Any]) -> None:
         """Kill at once where this line is the next moment of the plan."""
         with self._lock:
             if line["step"] in STATES:
                 self.states[line["case"]] = line["step"]
-            if self.plan and line["step"] == self.plan[0]:
+            self._lines -= 1
+            if not self.plan:
+                return
+            if line["step"] == self.plan[0]:
                 self._kill(serve)
+            elif self.plan[0] == "at random" and self._lines <= 0:
+                time.sleep(self.random.uniform(0.0, RANDOM_SECONDS))
+                self._kill_all()
 
     def _kill(self, serve: Serve) -> None:
         if serve.alive:
             self.result.moments.append(self.plan.pop(0))
             serve.kill()
-            self._kill_at = 0.0
+            self._lines = self.random.choice(RANDOM_LINES)
 
     def go(self) -> None:
         """Start, kill and start again until the case has ended; a moment that never comes again is left out."""
@@ -97,24 +105,23 @@ class _Run:
                     serve.end()
                     self.serves[number], rung[number] = Serve(self.configs[number], heard=self.heard), False
                 elif not rung[number] and (line := serve.until("listening", 0.01)):
-                    self._kill_at = self._kill_at or time.monotonic() + self.random.uniform(0.0, 3.0)
                     rung[number] = post(line["detail"]["url"], body) == 200
                     self.result.acknowledged += rung[number]
-            self._kill_by_other_signs()
+            self._kill_amid_the_call()
             time.sleep(0.01)
 
-    def _kill_by_other_signs(self) -> None:
+    def _kill_amid_the_call(self) -> None:
         with self._lock:
             if not self.plan:
                 return
-            amid = self.plan[0] == "amid the call" and bool(self.site.simulator.calls(REPLACE))
-            due = self.plan[0] == "at random" and 0 < self._kill_at < time.monotonic()
-            if amid or due:
-                # Only the holder of the lease is in the call; which one that is, nobody outside knows: all are killed.
-                for serve in self.serves:
-                    if serve.alive and serve is not self.serves[0]:
-                        serve.kill()
-                self._kill(self.serves[0])
+            if self.plan[0] == "amid the call" and self.site.simulator.calls(REPLACE):
+                self._kill_all()
+
+    def _kill_all(self) -> None:
+        """Only the holder of the lease acts; which one that is, nobody outside knows."""
+        for serve in self.serves[1:]:
+            serve.kill()
+        self._kill(self.serves[0])
 
     def _ended(self) -> bool:
         with self._lock:
