@@ -27,15 +27,15 @@ OUT = ROOT / "benchmarks" / "out"
 
 
 def sections(tiny: bool) -> dict[str, Callable[[], Any]]:
-    """Name -> measurement, cheapest and most wanted first; about twelve minutes together on two quiet cores."""
+    """Name -> measurement, cheapest and most wanted first; about twenty-five minutes together on two quiet cores."""
     size = TINY if tiny else SMALL
     if tiny:
         return {
             "bandwidth": lambda: bandwidth.bandwidth(megabytes=(8,), repeats=3),
             "votes": lambda: votes.side_by_side(size=size, repeats=2),
             "step": lambda: overhead.step_overhead(size=size, tokens=32, pairs=6),
-            "curve": lambda: overhead.curve(size=size, tokens=(16,), pairs=3),
-            "flat": lambda: overhead.flat(counts=(10, 100), total=40_000, pairs=3),
+            "curve": lambda: overhead.curve(size=size, tokens=(16,), pairs=12),
+            "flat": lambda: overhead.flat(counts=(10, 100), total=40_000, pairs=12),
             "ranks": lambda: scale.ranks_growth(sizes=(64, 128), repeats=3),
             "bytes": lambda: bandwidth.growth(megabytes=(1, 4)),
             "agent": lambda: node_agent.agent(ranks=2, scrapes=3),

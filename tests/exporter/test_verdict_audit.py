@@ -214,3 +214,23 @@ def test_calibration_stays_bounded() -> None:
     known = group.history.calibration
     assert max(len(known.edges), len(known.originals)) <= 48
     assert len(known.complete) <= 4
+
+
+def test_ranks_that_number_their_steps_apart_are_audited_all_the_same() -> None:
+    """An audit row belongs to the step that its own rank's row named, whatever the others call it."""
+    group = run(1, 1, 1, 1)
+    ahead = {1: group.next_step + 1000}
+    judgement = group.audit({"step": ahead}, {"step": ahead})
+    assert dict(judgement.checks)["replay"] == "clean"
+    assert [(v.check, v.kind) for v in judgement.verdicts] == [("weight_checksum", "software")], "the numbering's own"
+
+
+def test_a_third_node_that_numbers_its_steps_apart_settles_a_tie() -> None:
+    """Its tie-break row carries its own number, like its other rows."""
+    group = run(1, 1, 1)
+    ahead = group.next_step + 1000
+    rows, audit = group.rows({"step": {2: ahead}}), group.audit_rows({"served_digest": {0: 1}, "step": {2: ahead}})
+    third = replace(audit[2], round=1, served_rank=0, served_digest=audit[0].self_digest)
+    third = replace(third, batch_received=audit[0].batch_sent)
+    judgement, _ = judge(group.history, group.group, group.next_step, rows, audit, [third])
+    assert [v.suspects for v in judgement.verdicts if v.check == "replay"] == [(1,)]

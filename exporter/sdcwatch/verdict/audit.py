@@ -127,7 +127,7 @@ class Measured:
         return frozenset(owner for owner, pair in pairs if None not in pair)
 
 
-def gather(group: Group, columns: Columns, step: int, audit: Sequence[Any]) -> Measured:
+def gather(group: Group, columns: Columns, audit: Sequence[Any]) -> Measured:
     """Reads the rows of one audit.
 
     Slot i belongs to rank i modulo the group's size: a rank that serves several owners sends one row for each, the
@@ -136,7 +136,8 @@ def gather(group: Group, columns: Columns, step: int, audit: Sequence[Any]) -> M
     size = group.size
     if any(row is None or (isinstance(row, AuditRow) and row.error) for row in audit):
         return Measured(void="error")
-    faults = {slot % size for slot, row in enumerate(audit) if audit_fault(group, step, slot, row)}
+    steps = columns.integers("step")
+    faults = {slot % size for slot, row in enumerate(audit) if audit_fault(group, steps[slot % size], slot, row)}
     if len(audit) < size:
         faults.update(range(len(audit), size))
     served: list[int | None] = [None] * size

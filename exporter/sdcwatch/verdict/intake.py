@@ -99,8 +99,12 @@ def _is_fault(history: History, group: Group, step: int, slot: int, row: Row | R
     return row.step <= sent
 
 
-def audit_fault(group: Group, step: int, slot: int, row: object) -> bool:
-    """Whether an audit row in `slot` (rank = slot modulo the group's size) is not what that rank sent now."""
+def audit_fault(group: Group, step: int | None, slot: int, row: object) -> bool:
+    """Whether an audit row in `slot` (rank = slot modulo the group's size) is not what that rank sent now.
+
+    Args:
+        step: what that rank's own row called this step; ranks may number theirs differently.
+    """
     rank = slot % group.size
     return not isinstance(row, AuditRow) or (row.rank, row.instance, row.epoch, row.step) != (
         rank,

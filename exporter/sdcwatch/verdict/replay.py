@@ -48,9 +48,8 @@ def tie_breaks(
     good = readable(group, rows)
     if good is None:
         return ()
-    step = good[0].step
     columns = Columns(good, group)
-    seen = gather(group, columns, -1 if step is None else step, audit_rows)
+    seen = gather(group, columns, audit_rows)
     if seen.faults or seen.void:
         return ()
     owner = needs_third(group, _view(seen, calibrate(history.calibration, group, columns, seen)))
@@ -62,7 +61,7 @@ def judge_replay(
     history: History, group: Group, step: int, columns: Columns, audit: AuditRows, tie: AuditRows | None
 ) -> Outcome:
     """Judges the audit of one step."""
-    seen = gather(group, columns, step, audit)
+    seen = gather(group, columns, audit)
     topic = transport_topic(REPLAY)
     if seen.faults:
         verdict = transport_fault(history, group, step, REPLAY, seen.faults)
@@ -73,7 +72,7 @@ def judge_replay(
     found = calibrate(history.calibration, group, columns, seen)
     view = _view(seen, found)
     owner = needs_third(group, view)
-    third = None if owner is None else _third_digest(group, step, audit, tie or (), owner)
+    third = None if owner is None else _third_digest(group, columns, audit, tie or (), owner)
     finding = read_table(group, view, third)
     if finding is not None:
         after = replace(history, calibration=found.after)
@@ -132,12 +131,12 @@ def _originals_speak_alike(seen: Measured) -> bool:
     return len({o == s for o, s in zip(seen.original, seen.own, strict=True)}) == 1
 
 
-def _third_digest(group: Group, step: int, audit: AuditRows, tie: AuditRows, owner: int) -> int | None:
+def _third_digest(group: Group, columns: Columns, audit: AuditRows, tie: AuditRows, owner: int) -> int | None:
     third, owned = group.third(owner), audit[owner]
     for row in tie:
         if not isinstance(row, AuditRow) or row.rank != third or row.served_rank != owner or third is None:
             continue
-        sound = not row.error and row.round == 1 and not audit_fault(group, step, third, row)
+        sound = not row.error and row.round == 1 and not audit_fault(group, columns.integers("step")[third], third, row)
         if sound and isinstance(owned, AuditRow):
             same_input = (row.batch_received, row.weights_now) == (owned.batch_sent, owned.weights_now)
             return row.served_digest if same_input else None
