@@ -98,7 +98,8 @@ def _flat(rows: list[dict[str, Any]]) -> str:
         "is nearly all state, checked every time, whatever it costs. Each parameter costs Python's work for its hooks "
         "and its tensors, in the step as in the checks.\n\n"
         + _table(("parameters", "added time a step (1 = fewest)", "the step itself (1 = fewest)", "overhead"), cells)
-        + "\n![parameters](performance-flat.png)\n"
+        + "\n" + _goal(rows[-1]["overhead"], first["overhead"], "Goal, a share of the step that does not grow")
+        + ".\n\n![parameters](performance-flat.png)\n"
     )  # fmt: skip
 
 
