@@ -105,15 +105,16 @@ def check_ranges(groups: list[dict[str, Any]], slowest: str) -> None:
     """Every range holds four scrapes or more, every subquery four of its own steps.
 
     Raises:
-        SettingsError: names the alert and the range.
+        SettingsError: names the rule and the range.
     """
     for group in groups:
         for rule in group["rules"]:
             for match in _RANGE.finditer(rule["expr"]):
                 least = 4 * seconds(match.group(2) or slowest)
                 if seconds(match.group(1)) < max(least, 4 * seconds(slowest)):
+                    name = rule.get("alert") or rule["record"]
                     raise SettingsError(
-                        f"{rule['alert']}: the range {match.group(0)} holds fewer than four scrapes of {slowest}; "
+                        f"{name}: the range {match.group(0)} holds fewer than four scrapes of {slowest}; "
                         "raise its threshold, or lower limits.slowest_scrape if you scrape faster"
                     )
 
@@ -158,10 +159,11 @@ def groups_of(files: Mapping[str, str]) -> list[dict[str, Any]]:
 
 
 def prometheus_rule(groups: list[dict[str, Any]], settings: Mapping[str, Any]) -> str:
-    """The groups as one PrometheusRule; every alert carries the static namespace."""
+    """The groups as one PrometheusRule; every alert carries the static namespace, what is recorded does not."""
     place = settings["kubernetes"]
+    static = {"namespace": place["namespace"]}
     labelled = [
-        {**g, "rules": [{**r, "labels": {**r["labels"], "namespace": place["namespace"]}} for r in g["rules"]]}
+        {**g, "rules": [{**r, "labels": {**r["labels"], **static}} if "alert" in r else r for r in g["rules"]]}
         for g in groups
     ]
     tree = {

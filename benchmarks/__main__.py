@@ -57,9 +57,10 @@ def sections(tiny: bool) -> dict[str, Callable[[], Any]]:
 
 
 def source_digest() -> str:
-    """Digest of the product's and the benchmarks' source: another one means other numbers."""
+    """Digest of the source of product, alert rules and benchmarks: another one means other numbers."""
     digest = hashlib.sha256()
-    for path in sorted([*ROOT.glob("exporter/sdcwatch/**/*.py"), *ROOT.glob("benchmarks/*.py")]):
+    patterns = ("exporter/sdcwatch/**/*.py", "alert_rules/*.rules.yaml", "benchmarks/*.py")
+    for path in sorted(path for pattern in patterns for path in ROOT.glob(pattern)):
         digest.update(path.read_bytes())
     return digest.hexdigest()[:16]
 

@@ -2,8 +2,8 @@
 
 One server on loopback answers for all agents, each under a path of its own; one rank carries an event, and after a
 while all ranks of its node. The time of an evaluation is Prometheus' own,
-`prometheus_rule_group_last_duration_seconds`; each page's text asks for the state of its whole job, so it grows with
-the pages.
+`prometheus_rule_group_last_duration_seconds`, of the whole group: what it records, every expression, and the look-ups
+that each page's text makes.
 """
 
 from __future__ import annotations

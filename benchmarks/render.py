@@ -159,7 +159,7 @@ def _scraped(s: dict[str, Any] | None) -> str:
             f"(slowest {p['seconds_most']:.3f}), {'met' if p['seconds'] <= 1 else 'NOT met'}"
             for p in s["page_group"]
         )
-        + ". The text of each page asks for the state of its job, here of 16,384 ranks, so it grows with the pages. "
+        + ". That is the whole group: what it records, every expression, and the look-ups of each page's text. "
     )
 
 

@@ -87,7 +87,8 @@ def test_all_three_importers_get_the_same_rules() -> None:
     operator = rules_of(files["kubernetes/prometheus-rule.yaml"])
     assert len(plain) > 20
     assert plain == amp
-    assert {rule["labels"].pop("namespace") for rule in operator} == {SETTINGS["kubernetes"]["namespace"]}
+    namespaces = {rule["labels"].pop("namespace") for rule in operator if "alert" in rule}
+    assert namespaces == {SETTINGS["kubernetes"]["namespace"]}
     assert plain == operator
 
 
@@ -149,17 +150,17 @@ def test_a_cluster_label_of_ones_own_is_kept_by_every_rule_and_route(require: Re
     """Beside training_cluster, which remediation needs: in aggregations, joins, look-ups, groups and inhibitions."""
     files = build.build(changed("names", "cluster_label", "k8s_cluster"))
     for rule in rules_of(files["amp/rule-groups.yaml"]):
-        if rule["alert"] == "SDCWatchdog":
+        if rule.get("alert") == "SDCWatchdog":
             continue
         for kind, labels in re.findall(r"\b(by|on) \(([^)]*)\)", rule["expr"]):
             parts = {label.strip() for label in labels.split(",")}
             # Joins on one target, one GPU or one reason are within one cluster already.
             assert "k8s_cluster" in parts or parts <= {"UUID", "gpu_uuid", "reason", "drill"}, (
-                rule["alert"],
+                rule.get("alert") or rule["record"],
                 kind,
                 labels,
             )
-        for text in rule["annotations"].values():
+        for text in rule.get("annotations", {}).values():
             for selector in re.findall(r"training_job=%q[^}]*", text):
                 assert "k8s_cluster=%q" in selector, (rule["alert"], selector)
     for name, text in files.items():

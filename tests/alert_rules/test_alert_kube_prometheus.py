@@ -45,7 +45,8 @@ def config(tmp_path: Path) -> Path:
 
 def alerts() -> list[tuple[str, str]]:
     tree = yaml.safe_load((RULES / "kubernetes" / "prometheus-rule.yaml").read_text())
-    return [(r["alert"], r["labels"]["severity"]) for g in tree["spec"]["groups"] for r in g["rules"]]
+    rules = [rule for group in tree["spec"]["groups"] for rule in group["rules"] if "alert" in rule]
+    return [(rule["alert"], rule["labels"]["severity"]) for rule in rules]
 
 
 def ours(name: str, severity: str) -> list[str]:

@@ -21,12 +21,13 @@ def load() -> dict[str, Any]:
 
 
 def rule_labels() -> list[tuple[str, str]]:
-    """(alert name, severity) of every rule."""
+    """(alert name, severity) of every rule that alerts."""
     return [
         (rule["alert"], rule["labels"]["severity"])
         for path in sorted(RULES.glob("*.rules.yaml"))
         for group in yaml.safe_load(path.read_text())["groups"]
         for rule in group["rules"]
+        if "alert" in rule
     ]
 
 

@@ -17,6 +17,7 @@ ROOT = Path(__file__).parents[2]
 METRIC = re.compile(r"(?<![\w./-])sdc_[a-z0-9_]+")
 SELECTOR = re.compile(r"(?<![\w./-])(sdc_[a-z0-9_]+)(?:\{([^}]*)\})?")
 MATCHER = re.compile(r"(\w+)\s*(=~|!~|!=|=)\s*\\?\"([^\"\\]*)\\?\"|(\w+)=%q")
+RECORDED = re.compile(r"[a-z_]+:sdc_[a-z0-9_]+:[a-z0-9_]+")
 #: Labels that a scrape adds, and that rules may use on `up` and on the service's metrics.
 SCRAPED = {"job", "instance"}
 SERVICE = {metric.name: metric for metric in service.CATALOG}
@@ -31,13 +32,23 @@ def places() -> Iterator[Path]:
         yield from sorted(ROOT.glob(pattern))
 
 
-def rules() -> list[dict[str, Any]]:
+def every_rule() -> list[dict[str, Any]]:
     return [
         rule
         for path in sorted((ROOT / "alert_rules").glob("*.rules.yaml"))
         for group in yaml.safe_load(path.read_text())["groups"]
         for rule in group["rules"]
     ]
+
+
+def rules() -> list[dict[str, Any]]:
+    """Those that alert."""
+    return [rule for rule in every_rule() if "alert" in rule]
+
+
+def recorded() -> dict[str, str]:
+    """Expression by name of what is recorded."""
+    return {rule["record"]: rule["expr"] for rule in every_rule() if "record" in rule}
 
 
 def contract() -> str:
@@ -51,6 +62,18 @@ def test_every_metric_that_is_named_is_exported(path: Path) -> None:
     names = {name for name in METRIC.findall(path.read_text()) if not name.endswith("_")}
     unknown = names - KNOWN
     assert not unknown
+
+
+def test_what_is_recorded_is_named_by_level_metric_and_operation_and_is_what_texts_ask_for() -> None:
+    """A text that asks for another name would go to all ranks for every page, and nobody would see it."""
+    texts = (text for rule in rules() for text in (rule["expr"], *rule["annotations"].values()))
+    assert {name for text in texts for name in RECORDED.findall(text)} == set(recorded())
+    for name, expr in recorded().items():
+        level, metric, operation = name.split(":")
+        assert metric in exported.METRICS
+        assert expr == f"{operation} by (training_job, training_cluster) ({metric})"
+        assert level == "training_job"
+        assert f"`{name}`" in (ROOT / "docs" / "alerting.md").read_text()
 
 
 @pytest.mark.parametrize("rule", rules(), ids=lambda rule: f"{rule['alert']}-{rule['labels']['severity']}")

@@ -55,6 +55,7 @@ def alerts() -> set[str]:
         for path in (ROOT / "alert_rules").glob("*.rules.yaml")
         for group in yaml.safe_load(path.read_text())["groups"]
         for rule in group["rules"]
+        if "alert" in rule
     }
 
 

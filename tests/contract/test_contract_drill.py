@@ -30,6 +30,7 @@ def rules() -> dict[str, dict[str, Any]]:
         for path in sorted((ROOT / "alert_rules").glob("*.rules.yaml"))
         for group in yaml.safe_load(path.read_text())["groups"]
         for rule in group["rules"]
+        if "alert" in rule
     }
 
 
