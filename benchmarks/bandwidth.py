@@ -37,7 +37,10 @@ def _ratio(buffer: torch.Tensor) -> float:
 
 
 def bandwidth(*, megabytes: tuple[int, ...] = (64, 256), repeats: int = 25) -> list[dict[str, Any]]:
-    """Median ratio of the two rates, one thread and all of torch's, taken in turns."""
+    """Median ratio of the two rates, one thread and all of torch's, taken in turns.
+
+    A small buffer is read more often: how soon a second thread wakes up decides much of its time.
+    """
     rows = []
     before = torch.get_num_threads()
     try:
@@ -45,7 +48,7 @@ def bandwidth(*, megabytes: tuple[int, ...] = (64, 256), repeats: int = 25) -> l
             buffer = torch.randint(256, (size << 20,), dtype=torch.uint8)
             for threads in sorted({1, before}):
                 torch.set_num_threads(threads)
-                ratios = [_ratio(buffer) for _ in range(repeats)]
+                ratios = [_ratio(buffer) for _ in range(repeats * max(megabytes) // size)]
                 rows.append({"megabytes": size, "threads": threads, "of_sum": statistics.median(ratios)})
     finally:
         torch.set_num_threads(before)

@@ -72,6 +72,16 @@ def test_a_stretch_comes_from_medians_and_is_given_back_only_with_room_to_spare(
     assert budget.wanted(Stretch(checks=1)) == Stretch()
 
 
+def test_a_share_just_inside_the_budget_leaves_no_room_for_what_a_clock_does_not_see() -> None:
+    """Hooks' dispatch and emptied caches cost, too: what our own clock saw must stay clear of the bound."""
+    for seen, expected in ((0.0185, Stretch(checks=1)), (0.0155, Stretch())):
+        feed.now = 0.0  # type: ignore[attr-defined]
+        spent = {"gradient_checksum": 0.0}
+        budget = Budget(dataclasses.replace(SETTINGS, conservation_every=0, replay_every=0), spent)
+        feed(budget, spent, 20, checks=seen, step=1.0)
+        assert budget.wanted(Stretch()) == expected
+
+
 def test_no_budget_stretches_nothing() -> None:
     """0 is off, whatever the checks cost."""
     feed.now = 0.0  # type: ignore[attr-defined]
