@@ -1,8 +1,8 @@
 """Whole steps with and without the monitor, side by side: two models of one seed take turns, step by step.
 
 Each pair of steps gives one ratio, and the order within a pair changes, so what else the machine does hits both. Steps
-differ by what is checked in them, and costs are medians over steps of a kind; what a cadence costs is their average,
-each kind as often as it comes. The defaults' cadence is the one on which the budget has settled. Processor time is
+differ by what is measured in them, and a median regression says what each part adds; what a cadence costs is their sum,
+each part as often as it comes. The defaults' cadence is the one on which the budget has settled. Processor time is
 compared beside the clock's: our work on a host is all computing, and other tenants of a machine take none of it.
 """
 
@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -31,10 +30,10 @@ MOST_SECONDS = 150.0
 SETTLE, SETTLED_SECONDS = 14, 330.0
 #: Long enough that each size sees the step in which the reduce is held against its parts.
 CURVE_SECONDS = 270.0
-#: What tells one kind of step from another.
-KINDS = ("gradient_checksum", "allreduce_conservation", "replay")
-#: What was checked in a step.
-Kind = tuple[str, ...]
+#: What may be measured in a step. The optimizer's part of a checked step is measured in the step before it.
+PARTS = ("gradient_checksum", "optimizer", "allreduce_conservation", "replay")
+#: Rounds of reweighting after which a median regression stands still.
+_ROUNDS = 60
 #: Every check as often as its setting says, whatever it costs.
 UNBOUND = {"max_overhead": 0.0}
 
@@ -84,7 +83,7 @@ def paired(
     most_seconds: float = MOST_SECONDS,
 ) -> Any:
     """Seconds of each step, (without, with) a pair, by the clock and of a rank's processor; are the bits the same?"""
-    clock, processor, kinds = [], [], []
+    clock, processor, measured = [], [], []
     deadline = 0.0
     torch.manual_seed(0)
     without = Plain(make())
@@ -92,7 +91,7 @@ def paired(
     watched = Watched(make(), loss=loss, **settings)
     for number in range(pairs + 2):
         taken = {}
-        kind = kind_of(watched.count, watched.every())
+        parts = parts_of(watched.count, watched.every())
         for run in (without, watched) if number % 2 else (watched, without):
             dist.barrier()
             begin, computed = time.perf_counter(), time.process_time()
@@ -103,7 +102,7 @@ def paired(
         if number < 2:  # the first steps make optimizer state and buckets, and calibrate
             deadline = time.monotonic() + most_seconds
             continue
-        kinds.append(kind)
+        measured.append(parts)
         for times, n in ((clock, 0), (processor, 1)):
             times.append((taken[Plain][n], taken[Watched][n]))
         late = torch.tensor([float(time.monotonic() > deadline)])
@@ -115,13 +114,16 @@ def paired(
     every = watched.every()
     watched.monitor.close()
     return {
-        "seconds": clock, "processor": processor, "kinds": kinds, "same_bits": same, "verdicts": events, "every": every
+        "seconds": clock, "processor": processor, "parts": measured, "same_bits": same, "verdicts": events,
+        "every": every,
     }  # fmt: skip
 
 
-def kind_of(count: int, every: dict[str, int]) -> Kind:
-    """What is checked in a step before which `count` were run."""
-    return tuple(check for check in KINDS if every.get(check) and count % every[check] == 0)
+def parts_of(count: int, every: dict[str, int]) -> frozenset[str]:
+    """What is measured in a step before which `count` were run."""
+    at = {part: (count, every.get(part, 0)) for part in PARTS}
+    at["optimizer"] = (count + 1, every.get("weight_checksum", 0))
+    return frozenset(part for part, (number, cadence) in at.items() if cadence and number % cadence == 0)
 
 
 def _transformer(
@@ -140,12 +142,12 @@ def _transformer(
 def summary(results: list[Any]) -> dict[str, Any]:
     """Overheads by the clock of one rank (the others wait for the same steps), and by all ranks' processors."""
     first = results[0]
-    seconds, every = first["seconds"], first["every"]
-    processor = [(kind, *pair) for r in results for kind, pair in zip(r["kinds"], r["processor"], strict=True)]
+    every = first["every"]
+    processor = [(parts, *pair) for r in results for parts, pair in zip(r["parts"], r["processor"], strict=True)]
     return {
-        "pairs": len(seconds),
-        "step_seconds": statistics.median(plain for plain, _ in seconds),
-        "overhead": share([(kind, *pair) for kind, pair in zip(first["kinds"], seconds, strict=True)], every),
+        "pairs": len(first["seconds"]),
+        "step_seconds": statistics.median(plain for plain, _ in first["seconds"]),
+        "overhead": share([(p, *pair) for p, pair in zip(first["parts"], first["seconds"], strict=True)], every),
         "processor_overhead": share(processor, every),
         "every": every,
         "same_bits": all(r["same_bits"] for r in results),
@@ -153,30 +155,40 @@ def summary(results: list[Any]) -> dict[str, Any]:
     }
 
 
-def share(steps: Sequence[tuple[Kind, float, float]], every: dict[str, int]) -> float:
-    """What a cadence adds to a step: the median of each kind of step, each kind as often as it comes.
+def share(steps: Sequence[tuple[frozenset[str], float, float]], every: dict[str, int]) -> float:
+    """What a cadence adds to a step, as a share of it: the sum of its parts, each as often as it comes.
 
     Args:
-        steps: kind, seconds without and seconds with the monitor; a kind costs the same in any cadence.
+        steps: what was measured in a step; its seconds without and with the monitor.
         every: the cadence, by check.
 
     Raises:
-        ValueError: the cadence has a kind of step of which none was measured.
+        ValueError: the cadence has a part that no step measured.
     """
-    ratios: dict[Kind, list[float]] = defaultdict(list)
-    for kind, plain, watched in steps:
-        ratios[kind].append(watched / plain)
-    round_of = math.lcm(*(every[check] for check in KINDS if every.get(check)), 1)
-    weights = Counter(kind_of(n, every) for n in range(round_of))
-    if missing := weights.keys() - ratios.keys():
-        raise ValueError(f"no step of these kinds was measured: {sorted(missing)}; take more pairs")
-    return sum(statistics.median(ratios[kind]) * weight for kind, weight in weights.items()) / round_of - 1
+    round_of = math.lcm(*(every[check] for check in every if every[check]), 1)
+    coming = [parts_of(n, every) for n in range(round_of)]
+    if missing := frozenset().union(*coming) - frozenset().union(*(parts for parts, _, _ in steps)):
+        raise ValueError(f"no step measured {sorted(missing)}; take more pairs")
+    ratios = torch.tensor([watched / plain for _, plain, watched in steps], dtype=torch.float64)
+    design = _rows([parts for parts, _, _ in steps])
+    weights = torch.ones_like(ratios)
+    for _ in range(_ROUNDS):  # least squares of residuals over their own size: least absolute ones, so a median
+        root = weights.sqrt()
+        left, right = design * root[:, None], (ratios * root)[:, None]
+        found = torch.linalg.lstsq(left, right, driver="gelsd").solution[:, 0]
+        weights = 1 / (ratios - design @ found).abs().clamp_min(1e-6)
+    return float((_rows(coming) @ found).mean()) - 1
+
+
+def _rows(steps: Sequence[frozenset[str]]) -> torch.Tensor:
+    """(steps, 1 + parts) float64: a step itself, and which parts were measured in it."""
+    return torch.tensor([[1.0, *(float(part in parts) for part in PARTS)] for parts in steps], dtype=torch.float64)
 
 
 def step_overhead(*, size: Size = SMALL, tokens: int = 1024, pairs: int = 24) -> dict[str, Any]:
     """Default settings without replay, checks on every step, and replay's share from audited steps beside plain ones.
 
-    The steps in which the budget settles count as well: a checked step costs the same before and after.
+    The steps in which the budget settles count as well: a part costs the same in any cadence.
     """
     unaudited = {"replay_every": 0}
     default = summary(on_ranks(_transformer, 2, size, tokens, pairs + SETTLE, unaudited, SETTLED_SECONDS))

@@ -46,8 +46,9 @@ def hash_tensor(tensors: Sequence[torch.Tensor]) -> bool:
 
 
 def int64_sum(tensors: Sequence[torch.Tensor]) -> bool:
-    """A plain sum of 32-bit words, one number a tensor."""
-    return _all_equal(torch.stack([t.detach().view(-1).view(torch.int32).sum() for t in tensors]))
+    """A plain sum of 64-bit words, one number a tensor; of 32-bit ones where its bytes are no multiple of 8."""
+    words = [t.detach().view(-1).view(torch.int32 if t.nbytes % 8 else torch.int64) for t in tensors]
+    return _all_equal(torch.stack([word.sum() for word in words]))
 
 
 def gather(tensors: Sequence[torch.Tensor]) -> bool:

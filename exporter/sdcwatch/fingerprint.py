@@ -18,6 +18,7 @@ from __future__ import annotations
 import ctypes
 import os
 import struct
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
@@ -56,8 +57,9 @@ def can_fingerprint(tensor: torch.Tensor) -> bool:
     if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_nested:
         return False
     try:
-        return not tensor.numel() or tensor.data_ptr() != 0
-    except RuntimeError:  # some subclasses refuse to say where their data is
+        # the storage, too: a view into the middle of freed memory still has an address
+        return not tensor.numel() or (tensor.data_ptr() != 0 and tensor.untyped_storage().nbytes() != 0)
+    except (RuntimeError, NotImplementedError):  # some subclasses refuse to say where their data is
         return False
 
 
@@ -128,16 +130,20 @@ def combine_unread(digests: Sequence[Digest]) -> Digest:
 
 
 def _as_it_lies(tensor: torch.Tensor | None) -> TypeGuard[torch.Tensor]:
-    """Whether the host's memory at a tensor's address is its value."""
-    return (
-        tensor is not None
-        and type(tensor) in _PLAIN
-        and on_host(tensor)
-        and tensor.layout is torch.strided
-        and tensor.is_contiguous()
-        and not (tensor.is_nested or tensor.is_neg() or tensor.is_conj())
-        and tensor.data_ptr() != 0
-    )
+    """Whether the host's memory at a tensor's address is its value; where not, or not for sure, others look closer."""
+    try:
+        return (
+            tensor is not None
+            and type(tensor) in _PLAIN
+            and on_host(tensor)
+            and tensor.layout is torch.strided
+            and tensor.is_contiguous()
+            and not (tensor.is_nested or tensor.is_neg() or tensor.is_conj())
+            and tensor.storage_offset() == 0
+            and tensor.data_ptr() != 0
+        )
+    except RuntimeError:
+        return False
 
 
 def _update(hasher: xxhash.xxh3_64, value: torch.Tensor) -> int:
@@ -165,18 +171,29 @@ def _pieces(address: int, size: int) -> list[bytes]:
     places = [(address + start, min(_PIECE, size - start)) for start in range(0, size, _PIECE)]
     threads = min(torch.get_num_threads(), _MOST_THREADS, len(places))
     digests = [b""] * len(places)
-    unread = iter(range(len(places)))
+    unread = deque(range(len(places)))
 
     def read() -> None:
-        for n in unread:  # each takes the next piece, so a thread that gets no processor is waited for by nobody
+        while (
+            n := _next(unread)
+        ) is not None:  # each takes the next piece, so a thread that gets no processor is waited for by nobody
             digests[n] = _piece(places[n])
 
-    others = [_threads(threads).submit(read) for _ in range(1, threads)]
-    read()
-    for other in others:
-        if not other.cancel():
-            other.result()
+    others = [_threads().submit(read) for _ in range(1, threads)]
+    try:
+        read()
+    finally:  # nobody reads on in memory that the caller may let go
+        for other in others:
+            if not other.cancel():
+                other.result()
     return digests
+
+
+def _next(numbers: deque[int]) -> int | None:
+    try:
+        return numbers.popleft()
+    except IndexError:
+        return None
 
 
 def _piece(place: tuple[int, int]) -> bytes:
@@ -184,9 +201,10 @@ def _piece(place: tuple[int, int]) -> bytes:
     return digest
 
 
-def _threads(count: int) -> ThreadPoolExecutor:
+def _threads() -> ThreadPoolExecutor:
     """The pool of this process: a fork has none of its parent's threads."""
     global _pool
+    count = min(torch.get_num_threads(), _MOST_THREADS)
     if _pool is None or _pool[:2] != (os.getpid(), count):
         _pool = (os.getpid(), count, ThreadPoolExecutor(count - 1, thread_name_prefix="sdcwatch-fingerprint"))
     return _pool[2]

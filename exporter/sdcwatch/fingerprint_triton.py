@@ -6,6 +6,7 @@ summed by tensor. Bit for bit what `fingerprint_device.tile_digests` gives. Impo
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
@@ -73,9 +74,11 @@ def digests(values: Sequence[torch.Tensor]) -> torch.Tensor:
     if device.type == "cuda":
         addresses = addresses.pin_memory().to(device, non_blocking=True)
     tiles = torch.empty(owners.numel(), dtype=torch.int64, device=device)
-    _tile_kernel[(owners.numel(),)](
-        addresses, sizes_there, owners, numbers, *_narrow_keys(device), tiles, TILE_WORDS=TILE, num_warps=8
-    )
+    # Triton launches on the current device, which need not be the tensors'.
+    with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+        _tile_kernel[(owners.numel(),)](
+            addresses, sizes_there, owners, numbers, *_narrow_keys(device), tiles, TILE_WORDS=TILE, num_warps=8
+        )
     return found.index_add_(0, owners, tiles)
 
 

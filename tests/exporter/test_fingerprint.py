@@ -231,6 +231,19 @@ def freed() -> torch.Tensor:
     return value
 
 
+def inside_freed() -> torch.Tensor:
+    value = torch.ones(4)
+    view = value[2:]
+    value.untyped_storage().resize_(0)
+    return view
+
+
+def mapped() -> torch.Tensor:
+    kept: list[torch.Tensor] = []
+    torch.vmap(lambda row: kept.append(row) or row)(torch.ones(2, 3))
+    return kept[0]
+
+
 class Wrapper(torch.Tensor):
     """A tensor without memory of its own, as DTensor and quantized weights are."""
 
@@ -253,12 +266,14 @@ class Wrapper(torch.Tensor):
         lambda: torch.ones(3).to_mkldnn(),
         lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
         freed,
+        inside_freed,
+        mapped,
         Wrapper,
     ],
-    ids=["coo", "csr", "meta", "mkldnn", "nested", "freed", "wrapper"],
+    ids=["coo", "csr", "meta", "mkldnn", "nested", "freed", "inside freed", "mapped", "wrapper"],
 )
 def test_what_is_no_run_of_bytes_is_skipped_and_never_raises(make: Callable[[], torch.Tensor]) -> None:
-    """Sparse, meta, nested, freed storage and wrapper subclasses; a skip differs from no gradient."""
+    """Sparse, meta, nested, freed storage and views of it, vmapped, wrappers; a skip differs from no gradient."""
     value = make()
     assert not can_fingerprint(value)
     assert fingerprint([value]) != fingerprint([None])

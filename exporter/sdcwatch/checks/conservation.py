@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from sdcwatch.checks.gradients import stacked
 from sdcwatch.observation import CONSERVATION_GROUPS, SkipReason
 
-_CHUNKS = {"cpu": 1 << 15, "other": 1 << 22}
+_CHUNKS = {"cpu": 1 << 15, "other": 1 << 20}
 # The weights move by this many positions from one backward to the next: what one step's weights hide, the next show.
 _SHIFTS, _STRIDE = 4096, 1277
 _SEED = 20210817
