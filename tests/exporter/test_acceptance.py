@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from sdcwatch.acceptance.card import Card, Times, Trial, json_text, text
+from sdcwatch.acceptance.trials import same_bits
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -35,9 +36,28 @@ def test_a_card_says_what_failed() -> None:
     bad = card(same_bits=False)
     assert not bad.passed
     assert "DIFFERENT" in text(bad)
+    unknown = card(same_bits=None)
+    assert unknown.passed
+    assert "cannot be told" in text(unknown)
+    assert json.loads(json_text(unknown))["same_bits"] is None
     missed = Trial("backward", 2, 4, "replay", (), (), False)
     assert "[FAILED] backward on rank 2" in text(card(trials=(missed,)))
     assert json.loads(json_text(card(trials=(missed,))))["passed"] is False
+
+
+@pytest.mark.parametrize(
+    ("equal", "control", "expected"), [(True, None, True), (False, True, False), (False, False, None)]
+)
+def test_other_weights_are_the_monitors_doing_only_where_a_control_ends_alike(
+    equal: bool, control: bool | None, expected: bool | None
+) -> None:
+    """Kernels that are not deterministic differ without a monitor as well; equal weights need no control."""
+
+    def run_again() -> bool:
+        assert control is not None, "no third run where weights are equal"
+        return control
+
+    assert same_bits(equal, run_again) is expected
 
 
 @pytest.mark.integration
@@ -59,11 +79,16 @@ def test_acceptance_passes_on_three_ranks(tmp_path: Path) -> None:
 
 @pytest.mark.integration
 @pytest.mark.timeout(400)
-def test_the_gpu_script_runs_on_a_cpu() -> None:
-    """Every number of the script is there, and weights are equal."""
+def test_the_gpu_script_runs_on_a_cpu(tmp_path: Path) -> None:
+    """Every number of the script is there, weights are equal, and a file holds what was printed."""
     command = [sys.executable, str(ROOT / "benchmarks" / "gpu.py"), "--device", "cpu", "--tiny"]
+    command += ["--json", str(tmp_path / "gpu.json")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=380)
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout[done.stdout.index('{\n "device"') :])
-    assert found["tiny"]["same_bits"]
+    assert found == json.loads((tmp_path / "gpu.json").read_text())
+    assert found["bits"] == {"same_bits": True, "control_same_bits": True, "steps": 3}
     assert found["bandwidth"]["share"] > 0
+    assert found["read_after_backward"]["step_ms"] > 0
+    assert found["tiny"]["added_ms"] > 0
+    assert found["tiny"]["host_reads"] > 0

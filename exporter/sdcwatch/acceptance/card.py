@@ -31,13 +31,22 @@ class Times:
     overhead: float
 
 
+_BITS = {
+    True: "equal, bit for bit",
+    False: "DIFFERENT",
+    None: "cannot be told, for two runs without the monitor differ as well; make the kernels deterministic "
+    "(torch.use_deterministic_algorithms) and ask again",
+}
+
+
 @dataclass(frozen=True, slots=True)
 class Card:
     """Everything that one run of acceptance found.
 
     Attributes:
         versions: what it ran on.
-        same_bits: the weights with the monitor equal those without, on every rank.
+        same_bits: the weights with the monitor equal those without, on every rank; None where two runs without it differ
+            as well, so that nobody can tell.
         memory_mb: the most that one rank took beyond training alone (device memory, or resident memory on a CPU).
         trials: faults, and one run without any.
         skipped: what could not be tried here, and why.
@@ -48,7 +57,7 @@ class Card:
     nodes: int
     backend: str
     parameters: int
-    same_bits: bool
+    same_bits: bool | None
     times: Times
     memory_mb: float
     trials: tuple[Trial, ...]
@@ -56,8 +65,8 @@ class Card:
 
     @property
     def passed(self) -> bool:
-        """Weights unchanged, every fault found, nobody healthy named."""
-        return self.same_bits and all(trial.passed for trial in self.trials)
+        """No weight changed by the monitor, every fault found, nobody healthy named."""
+        return self.same_bits is not False and all(trial.passed for trial in self.trials)
 
 
 def json_text(card: Card) -> str:
@@ -72,7 +81,7 @@ def text(card: Card) -> str:
         f"sdcwatch acceptance: {'PASSED' if card.passed else 'FAILED'}",
         f"  {card.world_size} ranks on {card.nodes} node(s), {card.backend}, {card.parameters / 1e6:.1f}M parameters",
         "  " + ", ".join(f"{name} {value}" for name, value in card.versions.items()),
-        f"  weights with and without the monitor: {'equal, bit for bit' if card.same_bits else 'DIFFERENT'}",
+        f"  weights with and without the monitor: {_BITS[card.same_bits]}",
         f"  step p50 {1000 * times.without[0]:.1f} -> {1000 * times.watched[0]:.1f} ms, "
         f"p95 {1000 * times.without[1]:.1f} -> {1000 * times.watched[1]:.1f} ms; "
         f"median of {times.pairs} pairs {100 * times.overhead:+.1f} %",

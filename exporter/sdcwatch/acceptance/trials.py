@@ -11,6 +11,7 @@ import platform
 import resource
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -98,9 +99,9 @@ def run(shape: Shape, device: torch.device, *, pairs: int, seconds: float, spool
     taken = _pairs(plain, watched, pairs, deadline, device)
     # The second model, its gradients, buckets and optimizer state are ours, not the monitor's.
     second = 5 * sum(p.nbytes for p in watched.ddp.parameters()) / 2**20
-    same = all(torch.equal(a, b) for a, b in zip(plain.ddp.parameters(), watched.ddp.parameters(), strict=True))
     watched.close()
     extra = memory.extra() - second
+    same = same_bits(_equal(plain, watched), lambda: _equal(plain, _again(shape, device, _WARM_UP + taken.pairs)))
     nodes = len(set(_everyone(os.environ.get("SDCWATCH_NODE", platform.node()))))
     trials, skipped = _faults(shape, device, common, nodes, deadline + seconds / 2)
     return Card(
@@ -109,12 +110,41 @@ def run(shape: Shape, device: torch.device, *, pairs: int, seconds: float, spool
         nodes=nodes,
         backend=dist.get_backend(),
         parameters=sum(p.numel() for p in plain.ddp.parameters()),
-        same_bits=all(_everyone(same)),
+        same_bits=same,
         times=taken,
         memory_mb=max(0.0, *_everyone(extra)),
         trials=trials,
         skipped=skipped,
     )
+
+
+def same_bits(equal: bool, control: Callable[[], bool]) -> bool | None:
+    """Whether the monitor left the weights as they would have been.
+
+    Args:
+        equal: the weights with it equal those without, on every rank.
+        control: run only where they do not: do two runs without it end alike? Collective.
+
+    Returns:
+        None where they do not, either: kernels whose results change from run to run.
+    """
+    if equal:
+        return True
+    return False if control() else None
+
+
+def _again(shape: Shape, device: torch.device, steps: int) -> _Run:
+    """One more run without the monitor."""
+    one = _Run(shape, device)
+    for number in range(1, steps + 1):
+        one.step(number)
+    return one
+
+
+def _equal(one: _Run, other: _Run) -> bool:
+    """Whether all weights are, on every rank; collective."""
+    pairs = zip(one.ddp.parameters(), other.ddp.parameters(), strict=True)
+    return all(_everyone(all(torch.equal(a, b) for a, b in pairs)))
 
 
 def _pairs(plain: _Run, watched: _Run, pairs: int, deadline: float, device: torch.device) -> Times:
