@@ -45,7 +45,7 @@ class Card:
 
     Attributes:
         versions: what it ran on.
-        same_bits: the weights with the monitor equal those without, on every rank; None where two runs without it differ
+        same_bits: weights with the monitor equal those without, on every rank; None where two runs without it differ
             as well, so that nobody can tell.
         memory_mb: the most that one rank took beyond training alone (device memory, or resident memory on a CPU).
         trials: faults, and one run without any.
