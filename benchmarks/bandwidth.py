@@ -32,6 +32,7 @@ def _ratio(buffer: torch.Tensor) -> float:
     rates = []
     for work in (_summed, _hashed):
         time.sleep(SPIN_SECONDS)
+        work(buffer)  # wakes the threads, which takes as long as some megabytes do
         rates.append(_rate(work, buffer))
     return rates[1] / rates[0]
 
@@ -39,7 +40,7 @@ def _ratio(buffer: torch.Tensor) -> float:
 def bandwidth(*, megabytes: tuple[int, ...] = (64, 256), repeats: int = 25) -> list[dict[str, Any]]:
     """Median ratio of the two rates, one thread and all of torch's, taken in turns.
 
-    A small buffer is read more often: how soon a second thread wakes up decides much of its time.
+    A small buffer is read more often: a thread that wakes up late decides much of its time.
     """
     rows = []
     before = torch.get_num_threads()
