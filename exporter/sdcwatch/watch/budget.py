@@ -24,9 +24,9 @@ MOST_REPLAY, MOST_CONSERVATION, MOST_CHECKS = 4, 4, 6
 WARM_UP = 4
 #: Intervals that must have been seen before anything is decided, and how many are remembered.
 LEAST, KEPT = 8, 33
-#: Of the budget, what may be spent by our own clock. It does not see all: calls into our hooks, caches that a check
-#: has emptied for what runs next, peers that wait for the slowest. Whole steps measured up to 1.3 times as much.
-SEEN = 0.7
+#: Of the budget, what may be spent by our own clock: it errs, and it does not see calls into our hooks, caches that a
+#: check has emptied for what runs next, or peers that wait for the slowest.
+SEEN = 0.9
 #: A stretch is given back only where the cost without it would keep this much below what may be spent.
 MARGIN = 0.8
 
