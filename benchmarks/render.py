@@ -30,8 +30,8 @@ def _goal(value: float, bound: float, text: str) -> str:
 def _step(s: dict[str, Any]) -> str:
     return (
         "## A whole training step\n\nTwo ranks on one machine, one thread each. Default settings: the budget "
-        "(`max_overhead`, 2 %) settled, in a run of its own, on " + _cadences(s["every"]) + ". *Unbound*: `max_overhead=0`, checks at "
-        "every step and conservation every 10, whatever they cost.\n\n"
+        "(`max_overhead`, 2 %) settled, in a run of its own, on " + _cadences(s["every"])
+        + ". *Unbound*: `max_overhead=0`, checks at every step and conservation every 10, whatever they cost.\n\n"
         + _table(
             ("tokens a rank", "pairs of steps", "overhead without replay", "with replay every 200 steps", "unbound",
              "processor time without replay", "unbound"),
