@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 from sdcwatch.latch import files as latches
+from sdcwatch.launch import launcher
 from sdcwatch.spool.folders import job_root, user_root
 
 LATCH = latches.Latch(
@@ -551,3 +552,32 @@ def test_job_name_comes_from_torchruns_own_words(node: MakeNode, tmp_path: Path)
     )
     assert nameless.returncode == 2
     assert "SDCWATCH_JOB" in nameless.stderr
+
+
+DEAF = """
+import signal, subprocess, sys, time
+if sys.argv[1:]:
+    subprocess.Popen(["sleep", "60"], start_new_session=True)  # as torchrun's workers: only their launcher can end them
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+print("deaf", flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("worker", [False, True])
+def test_a_launcher_that_hears_nothing_is_killed_soon_once_its_workers_are_gone(
+    worker: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A torchrun that waits in its store for peers has nothing left to end; one with a living worker keeps its time."""
+    monkeypatch.setattr(launcher, "ALONE_SECONDS", 0.5)
+    command = [sys.executable, "-c", DEAF, *(["worker"] if worker else [])]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True) as child:
+        assert child.stdout is not None
+        child.stdout.readline()
+        assert launcher.workers(child) is worker
+        living = [int(pid) for pid in Path(f"/proc/{child.pid}/task/{child.pid}/children").read_text().split()]
+        began = time.monotonic()
+        launcher.end(child, kill_after=3.0, had_workers=True)
+        assert (time.monotonic() - began > 2.5) is worker
+        for pid in living:
+            os.kill(pid, signal.SIGKILL)

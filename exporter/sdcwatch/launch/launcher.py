@@ -12,6 +12,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from types import FrameType
 
 from sdcwatch.errors import ConfigurationError
@@ -22,6 +23,9 @@ TELLING = (signal.SIGUSR1, signal.SIGUSR2)
 
 #: Seconds between SIGTERM and SIGKILL for a launcher that outstays a halt; torchrun gives its workers 30.
 KILL_AFTER_SECONDS = 60.0
+#: The same once the launcher had workers and has none left: there is nothing that it could still end. A torchrun that
+#: waits in its store for peers does not hear SIGTERM, and a store that lives on would take in those that start anew.
+ALONE_SECONDS = 5.0
 
 
 class Signals:
@@ -83,14 +87,38 @@ def status_of(child: subprocess.Popen[bytes]) -> int:
     return 128 - code if code < 0 else int(code)
 
 
-def end(child: subprocess.Popen[bytes], kill_after: float = KILL_AFTER_SECONDS) -> None:
-    """SIGTERM to the group, SIGKILL after `kill_after` seconds; returns when the child has ended."""
+def workers(child: subprocess.Popen[bytes]) -> bool | None:
+    """Whether the launcher has living child processes; None where this machine does not say (no /proc)."""
+    found = None
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            state, parent = path.read_text().rpartition(")")[2].split()[:2]
+            found = bool(found) or (int(parent) == child.pid and state not in "ZX")
+    return found
+
+
+def end(child: subprocess.Popen[bytes], *, kill_after: float = KILL_AFTER_SECONDS, had_workers: bool = False) -> None:
+    """SIGTERM to the group, SIGKILL later; returns when the child has ended.
+
+    Args:
+        kill_after: seconds until SIGKILL.
+        had_workers: the child is a launcher whose workers are what matters: SIGKILL comes `ALONE_SECONDS`
+            after the last of them ended.
+    """
     send(child, signal.SIGTERM)
-    try:
-        child.wait(timeout=kill_after)
-    except subprocess.TimeoutExpired:
-        send(child, signal.SIGKILL)
-        child.wait()
+    began = alone = time.monotonic()
+    while True:
+        try:
+            child.wait(timeout=0.1)
+            return
+        except subprocess.TimeoutExpired:
+            now = time.monotonic()
+        if not had_workers or workers(child) is not False:
+            alone = now
+        if now - began >= kill_after or now - alone >= ALONE_SECONDS:
+            send(child, signal.SIGKILL)
+            child.wait()
+            return
 
 
 def pause(signals: Signals, seconds: float) -> None:

@@ -177,18 +177,19 @@ def run_once(options: RunOptions, signals: launcher.Signals) -> tuple[int, bool]
     child = launcher.start(options.command, options.environment)
     signals.follow(child)
     seen_at: float | None = None
+    had_workers = False
     while True:
         try:
             child.wait(timeout=options.poll)
             break
         except subprocess.TimeoutExpired:
-            pass
+            had_workers = had_workers or bool(launcher.workers(child))
         if seen_at is None and (_stands(options.places) or _released_ids(options.places) - known):
             seen_at = time.monotonic()
             say(f"a latch appeared; the launcher has {options.halt_grace:g} s to end")
         if seen_at is not None and time.monotonic() - seen_at >= options.halt_grace:
             say("the launcher outstays the latch and is ended")
-            launcher.end(child)
+            launcher.end(child, had_workers=had_workers)
             break
     signals.follow(None)
     status = launcher.status_of(child)
