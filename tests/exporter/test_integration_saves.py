@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,6 +26,13 @@ def save(ddp: DistributedDataParallel, place: Path, rank: int) -> None:
         torch.save(ddp.module.state_dict(), place)
 
 
+def wait_as_a_process_does_at_its_end() -> None:
+    """For threads that are no daemons, hashing among them; forked ranks leave without."""
+    for thread in threading.enumerate():
+        if thread is not threading.current_thread() and not thread.daemon:
+            thread.join(60)
+
+
 def in_transformers(rank: int, size: int, folder: str, settings: dict[str, Any]) -> None:
     ddp, optimizer = made(rank)
     trainer = SimpleNamespace(
@@ -46,6 +54,7 @@ def in_transformers(rank: int, size: int, folder: str, settings: dict[str, Any])
         save(ddp, Path(folder) / f"checkpoint-{step}" / "model.pt", rank)
         watched.saved()
     watched.close()
+    wait_as_a_process_does_at_its_end()
 
 
 def in_lightning(rank: int, size: int, folder: str, settings: dict[str, Any]) -> None:
@@ -70,6 +79,7 @@ def in_lightning(rank: int, size: int, folder: str, settings: dict[str, Any]) ->
         strategy.save_checkpoint(None, f"{folder}/checkpoint-{step}.pt")
         watched.ended()
     watched.close()
+    wait_as_a_process_does_at_its_end()
 
 
 @pytest.mark.parametrize("loop", [in_transformers, in_lightning])
