@@ -82,7 +82,7 @@ campaign-heal: setup ## every fault and kill -9 x heal and halt: final weights o
 campaign-alerts: setup ## twenty jobs die 0.2 s after their event: does every page arrive, and in under 12 s?
 	@$(PYTHON) tests/e2e/alert_path/campaign.py
 
-bench: setup ## what it costs, side by side with its peers: benchmarks/out/bench.json, docs/performance.md (twelve minutes; goes on where it stopped)
+bench: setup ## what it costs, side by side with its peers: benchmarks/out/bench.json, docs/performance.md (twenty-five minutes; goes on where it stopped)
 	@test -d benchmarks/out/peers || $(PYTHON) -m pip install -q --no-deps --target benchmarks/out/peers sdcguard==0.4.0 \
 		|| echo "[bench] sdcguard cannot be had: it is left out of the comparison"
 	@PYTHONPATH=$(CURDIR):$(CURDIR)/benchmarks/out/peers $(PYTHON) -m benchmarks $(BENCH_ARGS)

@@ -12,7 +12,6 @@ reads twice. Results go to stdout and `--json FILE` after every part: a part tha
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import statistics
@@ -32,7 +31,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "exporter")]
 from sdcwatch.fingerprint_device import device_digests, tile_digests  # noqa: E402
 
 from benchmarks.model import BILLION, GPT2, TINY, Size, Transformer, batch_of, loss_fn  # noqa: E402
-from benchmarks.overhead import Plain, Watched, parts_of, share  # noqa: E402
+from benchmarks.overhead import UNBOUND, Plain, Watched, parts_of, share  # noqa: E402
 from benchmarks.ranks import on_ranks  # noqa: E402
 
 #: Goals: a fingerprint's share of a copy's bandwidth, at least; what checks add to a step, at most.
@@ -40,7 +39,7 @@ BANDWIDTH, OVERHEAD = 0.8, 0.01
 #: A model's pairs of steps end then, and all of it is over in five minutes.
 MODEL_SECONDS = 100.0
 #: Conservation is measured more often than it runs by default, so that few pairs see it.
-UNBOUND = {"replay_every": 0, "conservation_every": 3, "max_overhead": 0.0}
+OFTEN = {"replay_every": 0, "conservation_every": 3, **UNBOUND}
 DEFAULT = {"gradient_checksum": 1, "weight_checksum": 1, "allreduce_conservation": 10}
 
 
@@ -72,12 +71,8 @@ def bandwidth(device: torch.device, megabytes: int) -> dict[str, Any]:
                 taken[name].append(seconds)
     hashed = buffer.numel() / statistics.median(taken["fingerprint"]) / 1e9
     copied = 2 * buffer.numel() / statistics.median(taken["copy"]) / 1e9
-    return {
-        "fingerprint_gb_s": hashed,
-        "copy_gb_s": copied,
-        "share": hashed / copied,
-        "met": hashed / copied >= BANDWIDTH,
-    }
+    found = hashed / copied
+    return {"fingerprint_gb_s": hashed, "copy_gb_s": copied, "share": found, "met": found >= BANDWIDTH}
 
 
 def kernel(device: torch.device) -> dict[str, Any]:
@@ -143,20 +138,6 @@ class Reads:
             setattr(torch.Tensor, name, original)
 
 
-def train(run: Plain, batches: Sequence[torch.Tensor], *, reduce: bool = True) -> None:
-    """One step over micro-batches; without its reduce, the ranks' weights part."""
-    run.count += 1
-    with contextlib.ExitStack() as stack:
-        loss: Callable[[Any], Any] = lambda batch: loss_fn(run.ddp, batch)  # noqa: E731
-        if isinstance(run, Watched):
-            loss = stack.enter_context(run.monitor.step(run.count)).loss
-        for number, batch in enumerate(batches, 1):
-            with contextlib.nullcontext() if reduce and number == len(batches) else run.ddp.no_sync():
-                (loss(batch) / len(batches)).backward()
-        run.optimizer.step()
-        run.optimizer.zero_grad()
-
-
 class Bench:
     """One rank's models on the device."""
 
@@ -191,24 +172,24 @@ def _steps(rank: int, ranks: int, kind: str, size: Size, tokens: int, micro: int
     start = bench.allocated()
     plain = bench.build(Plain)
     for _ in range(2):
-        train(plain, batches)
+        plain.step(loss_fn, *batches)
     alone = bench.allocated() - start
-    watched = bench.build(Watched, **UNBOUND)
+    watched = bench.build(Watched, **OFTEN)
     assert isinstance(watched, Watched)
     for _ in range(2):
-        train(watched, batches)
+        watched.step(loss_fn, *batches)
     resident = bench.allocated() - start - 2 * alone
     pair = (plain, watched)
-    measured = []
-    for parts, seconds in _pairs(pair, batches, pairs, bench.device):
-        measured.append((parts, *seconds))
-    peaks = [bench.peak_of(lambda run=run: train(run, batches)) for run in pair]
+    measured = list(_pairs(pair, batches, pairs, bench.device))
+    peaks = [bench.peak_of(lambda run=run: run.step(loss_fn, *batches)) for run in pair]
     reads = []
     for run in pair:
         with Reads(bench.device) as counted:
-            train(run, batches)
+            run.step(loss_fn, *batches)
         reads.append(counted)
-    bare = statistics.median(_seconds(lambda: train(plain, batches, reduce=False), bench.device) for _ in range(5))
+    bare = statistics.median(
+        _seconds(lambda: plain.step(loss_fn, *batches, reduce=False), bench.device) for _ in range(5)
+    )
     watched.monitor.close()
     added = [(parts, bare, bare + with_ - without) for parts, without, with_ in measured]
     overhead = share(added, DEFAULT)
@@ -224,7 +205,7 @@ def _steps(rank: int, ranks: int, kind: str, size: Size, tokens: int, micro: int
 
 def _pairs(
     pair: tuple[Plain, Watched], batches: Sequence[torch.Tensor], pairs: int, device: torch.device
-) -> Iterator[tuple[frozenset[str], tuple[float, float]]]:
+) -> Iterator[tuple[frozenset[str], float, float]]:
     """What was measured in each pair of steps, and the seconds without and with."""
     deadline = time.monotonic() + MODEL_SECONDS
     for number in range(pairs):
@@ -232,8 +213,8 @@ def _pairs(
         seconds: dict[Plain, float] = {}
         for run in pair if number % 2 else pair[::-1]:
             dist.barrier()
-            seconds[run] = _seconds(lambda run=run: train(run, batches), device)  # type: ignore[misc]
-        yield parts, (seconds[pair[0]], seconds[pair[1]])
+            seconds[run] = _seconds(lambda run=run: run.step(loss_fn, *batches), device)  # type: ignore[misc]
+        yield parts, seconds[pair[0]], seconds[pair[1]]
         late = torch.tensor([float(time.monotonic() > deadline)])
         dist.all_reduce(late, op=dist.ReduceOp.MAX)
         if late.item() and number >= 5:
@@ -246,10 +227,10 @@ def _bits(rank: int, ranks: int, kind: str, size: Size, tokens: int, micro: int,
     bench = Bench(kind, size)
     batches = batch_of(size, tokens // ranks, bench.device, seed=rank).chunk(micro)
     ends = []
-    for form, settings in ((Plain, {}), (Plain, {}), (Watched, UNBOUND)):
+    for form, settings in ((Plain, {}), (Plain, {}), (Watched, OFTEN)):
         run = bench.build(form, **settings)
         for _ in range(steps):
-            train(run, batches)
+            run.step(loss_fn, *batches)
         ends.append([p.detach().clone() for p in run.ddp.parameters()])
         if isinstance(run, Watched):
             run.monitor.close()

@@ -17,7 +17,7 @@ def _peak(rank: int, ranks: int, size: Size, settings: dict[str, Any] | None) ->
     run = Plain(Transformer(size)) if settings is None else Watched(Transformer(size), **settings)
     batch = batch_of(size, 256, CPU, seed=rank)
     for _ in range(3):
-        run.step(batch, loss_fn)
+        run.step(loss_fn, batch)
     if isinstance(run, Watched):
         run.monitor.close()
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024

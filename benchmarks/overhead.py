@@ -9,10 +9,11 @@ compared beside the clock's: our work on a host is all computing, and other tena
 
 from __future__ import annotations
 
+import contextlib
 import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -31,8 +32,14 @@ MOST_SECONDS = 150.0
 SETTLE = 30
 #: Long enough that each size sees the step in which the reduce is held against its parts.
 CURVE_SECONDS = 270.0
-#: What may be measured in a step. The optimizer's part of a checked step is measured in the step before it.
-PARTS = ("gradient_checksum", "optimizer", "allreduce_conservation", "replay")
+#: What may be measured in a step, by whose cadence, and how many steps before that is due: the optimizer's part of a
+#: checked step is measured in the step before it.
+PARTS = {
+    "gradient_checksum": ("gradient_checksum", 0),
+    "optimizer": ("weight_checksum", 1),
+    "allreduce_conservation": ("allreduce_conservation", 0),
+    "replay": ("replay", 0),
+}
 #: Rounds of reweighting after which a median regression stands still.
 _ROUNDS = 60
 #: Every check as often as its setting says, whatever it costs.
@@ -49,11 +56,20 @@ class Plain:
         self.optimizer = torch.optim.AdamW(self.ddp.parameters(), lr=1e-4)
         self.count = 0
 
-    def step(self, batch: Any, loss: Callable[..., torch.Tensor]) -> None:
+    def step(self, loss: Callable[..., torch.Tensor], *batches: Any, reduce: bool = True) -> None:
+        """One step over micro-batches; without its reduce, the ranks' weights part."""
         self.count += 1
-        loss(self.ddp, batch).backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        with self.losses(loss) as loss_of:
+            for number, batch in enumerate(batches, 1):
+                with contextlib.nullcontext() if reduce and number == len(batches) else self.ddp.no_sync():
+                    (loss_of(batch) / len(batches)).backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+    @contextlib.contextmanager
+    def losses(self, loss: Callable[..., torch.Tensor]) -> Iterator[Callable[[Any], torch.Tensor]]:
+        """What gives the loss of a micro-batch in the step that runs inside."""
+        yield lambda batch: loss(self.ddp, batch)
 
 
 class Watched(Plain):
@@ -67,12 +83,11 @@ class Watched(Plain):
         """The cadence of each check as it is now."""
         return {line.check: line.every for line in self.monitor.coverage()}
 
-    def step(self, batch: Any, loss: Callable[..., torch.Tensor]) -> None:
-        self.count += 1
-        with self.monitor.step(self.count) as s:
-            s.loss(batch).backward()
-            self.optimizer.step()
-            self.optimizer.zero_grad()
+    @contextlib.contextmanager
+    def losses(self, loss: Callable[..., torch.Tensor]) -> Iterator[Callable[[Any], torch.Tensor]]:
+        """The monitor's, which has the loss function since its start."""
+        with self.monitor.step(self.count) as step:
+            yield step.loss
 
 
 def paired(
@@ -98,7 +113,7 @@ def paired(
         for run in (without, watched) if number % 2 else (watched, without):
             dist.barrier()
             begin, computed = time.perf_counter(), time.process_time()
-            run.step(batch, loss)
+            run.step(loss, batch)
             computed = time.process_time() - computed
             dist.barrier()
             taken[type(run)] = time.perf_counter() - begin, computed
@@ -124,9 +139,9 @@ def paired(
 
 def parts_of(count: int, every: dict[str, int]) -> frozenset[str]:
     """What is measured in a step before which `count` were run."""
-    at = {part: (count, every.get(part, 0)) for part in PARTS}
-    at["optimizer"] = (count + 1, every.get("weight_checksum", 0))
-    return frozenset(part for part, (number, cadence) in at.items() if cadence and number % cadence == 0)
+    return frozenset(
+        part for part, (check, before) in PARTS.items() if every.get(check) and (count + before) % every[check] == 0
+    )
 
 
 def _transformer(
@@ -148,7 +163,7 @@ def _settled(rank: int, ranks: int, size: Size, tokens: int, settings: dict[str,
     watched = Watched(Transformer(size), **settings)
     batch = batch_of(size, tokens, CPU, seed=rank)
     for _ in range(SETTLE):
-        watched.step(batch, loss_fn)
+        watched.step(loss_fn, batch)
     every = watched.every()
     watched.monitor.close()
     return every

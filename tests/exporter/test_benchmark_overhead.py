@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
-from benchmarks.overhead import parts_of, share
+from benchmarks.model import TINY, Transformer, batch_of, loss_fn
+from benchmarks.overhead import CPU, MIXED, Watched, parts_of, share
 
 COSTS = {"gradient_checksum": 0.02, "optimizer": 0.03, "allreduce_conservation": 0.08}
 
@@ -32,3 +36,30 @@ def test_a_part_that_was_never_measured_is_no_number() -> None:
     steps = [(parts_of(count, every(1, 0)), 1.0, 1.05) for count in range(20)]
     with pytest.raises(ValueError, match="allreduce_conservation"):
         share(steps, every(1, 10))
+
+
+#: Whose seconds grow where a part is measured, and only there.
+SPENT = {"gradient_checksum": "gradient_checksum", "optimizer": "weight_checksum"}
+
+
+def measured(rank: int, size: int, spool: str) -> list[tuple[frozenset[str], frozenset[str]]]:
+    """(foretold, seen) of twelve steps of a real monitor."""
+    torch.manual_seed(0)
+    run = Watched(Transformer(TINY), replay_every=0, spool_dir=spool, **MIXED)
+    epoch = run.monitor._epoch
+    assert epoch is not None
+    spent, found = epoch.reporter.seconds, []
+    for _ in range(12):
+        foretold, before = parts_of(run.count, run.every()), dict(spent)
+        run.step(loss_fn, batch_of(TINY, 32, CPU, seed=rank))
+        grown = frozenset(part for part, check in SPENT.items() if spent[check] > before[check])
+        found.append((foretold & SPENT.keys(), grown))
+    run.monitor.close()
+    return found
+
+
+def test_parts_are_foretold_as_a_real_monitor_measures_them(ranks: Any, tmp_path: Path) -> None:
+    """The optimizer's part lies a step before the others; a price by the wrong step would be no price."""
+    for found in ranks(measured, 2, str(tmp_path)):
+        assert [foretold for foretold, _ in found] == [grown for _, grown in found]
+        assert {grown for _, grown in found} == {frozenset(), *(frozenset({part}) for part in SPENT)}

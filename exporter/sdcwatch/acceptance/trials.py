@@ -91,9 +91,7 @@ def run(shape: Shape, device: torch.device, *, pairs: int, seconds: float, spool
     common: dict[str, Any] = {"job": "sdcwatch-acceptance", "agent": "off", "spool_dir": spool, "on_fault": "observe"}
     deadline = time.monotonic() + seconds / 2
     memory = _Memory(device)
-    plain = _Run(shape, device)
-    for number in range(1, _WARM_UP + 1):
-        plain.step(number)
+    plain = _plain(shape, device, _WARM_UP)
     memory.mark()
     watched = _Run(shape, device, **common)
     taken = _pairs(plain, watched, pairs, deadline, device)
@@ -101,7 +99,7 @@ def run(shape: Shape, device: torch.device, *, pairs: int, seconds: float, spool
     second = 5 * sum(p.nbytes for p in watched.ddp.parameters()) / 2**20
     watched.close()
     extra = memory.extra() - second
-    same = same_bits(_equal(plain, watched), lambda: _equal(plain, _again(shape, device, _WARM_UP + taken.pairs)))
+    same = same_bits(_equal(plain, watched), lambda: _equal(plain, _plain(shape, device, _WARM_UP + taken.pairs)))
     nodes = len(set(_everyone(os.environ.get("SDCWATCH_NODE", platform.node()))))
     trials, skipped = _faults(shape, device, common, nodes, deadline + seconds / 2)
     return Card(
@@ -133,8 +131,8 @@ def same_bits(equal: bool, control: Callable[[], bool]) -> bool | None:
     return False if control() else None
 
 
-def _again(shape: Shape, device: torch.device, steps: int) -> _Run:
-    """One more run without the monitor."""
+def _plain(shape: Shape, device: torch.device, steps: int) -> _Run:
+    """A run without the monitor, after its first steps."""
     one = _Run(shape, device)
     for number in range(1, steps + 1):
         one.step(number)
