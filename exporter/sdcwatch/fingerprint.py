@@ -174,9 +174,8 @@ def _pieces(address: int, size: int) -> list[bytes]:
     unread = deque(range(len(places)))
 
     def read() -> None:
-        while (
-            n := _next(unread)
-        ) is not None:  # each takes the next piece, so a thread that gets no processor is waited for by nobody
+        # Each takes the next piece, so nobody waits for a thread that gets no processor.
+        while (n := _next(unread)) is not None:
             digests[n] = _piece(places[n])
 
     others = [_threads().submit(read) for _ in range(1, threads)]

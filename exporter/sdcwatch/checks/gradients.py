@@ -17,8 +17,6 @@ from sdcwatch.fingerprint import Digest, on_host, read_digests, unread_fingerpri
 from sdcwatch.shards import local
 
 _HALF = (torch.float16, torch.bfloat16)
-#: Types whose norm torch sums in the type itself.
-_PLAIN_NORM = (torch.float32, torch.float64)
 
 
 class LocalGradients:
@@ -124,10 +122,7 @@ class LocalGradients:
 
 def norm(gradient: torch.Tensor) -> torch.Tensor:
     """L2 norm of one gradient as a 0-d tensor on its device; half precisions are summed in float32."""
-    if gradient.layout is torch.strided and gradient.dtype in _PLAIN_NORM and not gradient.requires_grad:
-        plain: torch.Tensor = torch.linalg.vector_norm(gradient)  # the usual case, in a hook of every parameter
-        return plain
-    value = gradient.detach()
+    value = _outside_graph(gradient)
     if value.layout is not torch.strided:
         value = value.coalesce().values()
     if value.is_floating_point() and value.element_size() == 1:
@@ -185,6 +180,11 @@ def _witness(value: torch.Tensor) -> torch.Tensor:
 
 def _real(gradient: torch.Tensor) -> torch.Tensor:
     """The numbers of a gradient: its stored values where it is sparse, real and imaginary parts where complex."""
-    value = gradient.detach() if gradient.requires_grad else gradient
+    value = _outside_graph(gradient)
     value = value if value.layout is torch.strided else value._values()
     return torch.view_as_real(value.resolve_conj()) if value.is_complex() else value
+
+
+def _outside_graph(gradient: torch.Tensor) -> torch.Tensor:
+    """The gradient itself, which is in a graph only under `create_graph`; a call less for every parameter."""
+    return gradient.detach() if gradient.requires_grad else gradient

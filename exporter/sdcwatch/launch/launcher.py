@@ -90,11 +90,17 @@ def status_of(child: subprocess.Popen[bytes]) -> int:
 def workers(child: subprocess.Popen[bytes]) -> bool | None:
     """Whether the launcher has living child processes; None where this machine does not say (no /proc)."""
     found = None
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError, ValueError, IndexError):
-            state, parent = path.read_text().rpartition(")")[2].split()[:2]
-            found = bool(found) or (int(parent) == child.pid and state not in "ZX")
+    with contextlib.suppress(OSError):
+        for listed in Path(f"/proc/{child.pid}/task").glob("*/children"):  # each thread has its own
+            found = any(map(_lives, listed.read_text().split())) or bool(found)
     return found
+
+
+def _lives(pid: str) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
 
 
 def end(child: subprocess.Popen[bytes], *, kill_after: float = KILL_AFTER_SECONDS, had_workers: bool = False) -> None:
