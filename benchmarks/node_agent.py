@@ -28,7 +28,7 @@ def agent(*, ranks: int = 8, scrapes: int = 30) -> dict[str, Any]:
             spool = Spool.open(Path(folder), "bench", "e0000000000001-00000001", rank, rank, labels_of(rank, ranks))
             metrics = RankMetrics(labels_of(rank, ranks), writes_node=rank == 0, writes_job=rank == 0)
             fill(metrics)
-            spool.write_metrics(metrics.render())
+            spool.write_metrics(metrics.lines())
             spools.append(spool)
         mine = labels_of(0, ranks)
         command = [sys.executable, "-m", "sdcwatch.cli", "agent", "--spool-dir", folder, "--port", "0"]

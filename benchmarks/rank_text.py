@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from sdcwatch.catalog import METRICS
+from sdcwatch.exposition import Sample, parse, render, series
 from sdcwatch.metrics import RankMetrics
 
 
@@ -35,6 +36,7 @@ def job_text(*, agents: int = 2048, per_node: int = 8) -> list[str]:
         for rank in range(node * per_node, (node + 1) * per_node):
             metrics = RankMetrics(labels_of(rank, per_node), writes_node=rank % per_node == 0, writes_job=rank == 0)
             fill(metrics)
-            parts.append(metrics.render())
-        texts.append("".join(parts))
+            parts.append(metrics.lines())
+        samples = [sample for sample in parse("".join(parts)) if isinstance(sample, Sample)]
+        texts.append(render((one.name, series(one.name, one.labels), one.value) for one in samples))
     return texts

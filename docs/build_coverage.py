@@ -172,7 +172,7 @@ def _train(row: str, name: str, rank: int, root: str) -> dict[str, Any]:
     found = {
         "verdicts": [(v.check, v.kind, v.suspects) for v in monitor.verdicts],
         "coverage": {c.check: (c.enabled, c.reason, c.covered_bytes, c.uncovered_bytes) for c in monitor.coverage()},
-        "metrics": monitor._epoch.reporter.metrics.render() if monitor._epoch else "",
+        "metrics": monitor._epoch.reporter.metrics.lines() if monitor._epoch else "",
         "file": _file(monitor, optimizer, f"{folder}/checkpoints") if name == "bytes on disk" else None,
     }
     monitor.close()

@@ -1,7 +1,8 @@
 """The Prometheus text format, written and read cheaply: what ranks put into files and the agent serves.
 
 Only the subset that sdcwatch itself writes: no timestamps, no exemplars, no `_created`. It knows nothing of which
-names are allowed (catalog does) and never raises on a bad line: it reports it. Standard library only.
+names are allowed (catalog does) and never raises on a bad line: it reports it. A rank writes bare samples; the text
+that is scraped (families with their help, in order) is rendered by the agent. Standard library only.
 Flow: metrics (rank) -> **exposition** -> spool file -> **exposition** -> agent.
 """
 
@@ -52,6 +53,11 @@ def header(metric: Metric) -> str:
     """HELP and TYPE lines of a family."""
     text = metric.help.replace("\\", "\\\\").replace("\n", "\\n")
     return f"# HELP {metric.name} {text}\n# TYPE {metric.name} {metric.exposed_kind}\n"
+
+
+def lines(values: Iterable[tuple[str, float]]) -> str:
+    """One line for each (series text, value), in the order given: what a training process writes."""
+    return "".join(f"{text} {number(value)}\n" for text, value in values)
 
 
 def render(values: Iterable[tuple[str, str, float]]) -> str:

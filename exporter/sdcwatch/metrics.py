@@ -1,8 +1,9 @@
 """A rank's metrics: a store in memory, the only thing of the export that the training loop touches.
 
-It checks every name and label against the catalogue, holds the caps, and renders the text that the spool writes. It
-opens no file, no socket and no thread, and takes no lock (a lock held across fork would hang a DataLoader worker):
-only the training thread writes, and `render` copies before it reads. Flow: monitor -> **metrics** -> spool -> agent.
+It checks every name and label against the catalogue, holds the caps, and gives the lines that the spool writes; the
+text that is scraped is rendered by the agent, outside the training process. It opens no file, no socket and no thread,
+and takes no lock (a lock held across fork would hang a DataLoader worker): only the training thread writes, and `lines`
+copies before it reads. Flow: monitor -> **metrics** -> spool -> agent.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from sdcwatch.catalog import ACCUSING_CHECKS, BLAME, IDENTITY_LABELS, LAST_MISMATCH, METRICS, MISMATCHES, Metric, Scope
-from sdcwatch.exposition import Sample, parse, render, series
+from sdcwatch.exposition import Sample, lines, parse, series
 
 #: Most series that one rank writes, by scope; `blame` are the series of other ranks that it reports on.
 CAPS: Mapping[str, int] = {"rank": 15, "blame": 128, "node": 64, "job": 256}
@@ -96,12 +97,12 @@ class RankMetrics:
         self._store(scope, counter, self._values.get(counter, 0.0) + 1.0)
         self._store(scope, newest, max(self._values.get(newest, time), time))
 
-    def render(self) -> str:
-        """The text of this rank's file: families in the catalogue's order, series sorted."""
-        rows = [(key[0], self._texts[key], value) for key, value in list(self._values.items())]
+    def lines(self) -> str:
+        """The text of this rank's file: one line a series, as they came, without help, types or families."""
+        values = [(self._texts[key], value) for key, value in list(self._values.items())]
         if self.dropped:
-            rows.append((_DROPPED, series(_DROPPED, self._identity.items()), float(self.dropped)))
-        return render(rows)
+            values.append((series(_DROPPED, self._identity.items()), float(self.dropped)))
+        return lines(values)
 
     def restore(self, text: str) -> int:
         """Continues from the file that an earlier process of the *same identity* left; call it once, at the start.

@@ -56,7 +56,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, str]]
     spool = Spool.open(root, "gpt", EPOCH, 0, 0, IDENTITY)
     metrics = RankMetrics(IDENTITY, writes_node=True, writes_job=True)
     metrics.set("sdc_world_size", 3)
-    spool.write_metrics(metrics.render())
+    spool.write_metrics(metrics.lines())
     spool.append_event(line())
     words = [sys.executable, "-m", "sdcwatch.cli", "agent", "--spool-dir", root, "--port", "0", "--node", "n0"]
     words += ["--instance", "i-0", "--cluster", "blue", "--events-token-file", root.parent / "token"]

@@ -115,7 +115,7 @@ def _second_job(identity: dict[str, str]) -> str:
     )
     metrics.inc("sdc_heals_total", check="weight_checksum", outcome="healed")
     metrics.inc("sdc_skips_total", check="replay", reason="budget")
-    return metrics.render()
+    return metrics.lines()
 
 
 def _service() -> str:

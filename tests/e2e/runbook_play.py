@@ -224,7 +224,7 @@ def play(desk: Desk) -> list[Given]:
 
 def _first(done: subprocess.CompletedProcess[str]) -> str:
     text = " ".join((done.stdout if done.returncode == 0 else done.stderr).split())
-    return text[:160] if text else "(nothing: no such series)"
+    return text[: 160 if done.returncode == 0 else 2000] if text else "(nothing: no such series)"
 
 
 def main() -> int:
@@ -243,6 +243,8 @@ def main() -> int:
     ran = sum(given.status is not None for given in found)
     books = len({given.runbook for given in found})
     print(f"{len(found)} commands of {books} runbooks: {ran} run, {len(found) - ran} not here, {len(bad)} failed")
+    for given in bad:
+        print(f"BAD [{given.status}] {given.runbook}: {given.command}\n        {given.gave}", file=sys.stderr)
     (desk.out / "runbooks.json").write_text(json.dumps([asdict(given) for given in found], indent=1))
     return 1 if bad else 0
 

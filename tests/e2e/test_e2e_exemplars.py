@@ -39,7 +39,7 @@ def write_event(root: Path) -> str:
         "ranks": [{"rank": 0, "node": "n0", "instance": "i-0", "gpu_uuid": "GPU-0"}],
     }  # fmt: skip
     assert spool.append_event({"schema": 1, "event": event, "reporter": {}, "detail": {}})
-    assert spool.write_metrics(metrics.render())
+    assert spool.write_metrics(metrics.lines())
     spool.close()
     return str(event["id"])
 

@@ -32,7 +32,7 @@ class FakeReporter:
 
     def clean_step(self) -> int | None:
         """`sdc_last_clean_checkpoint_step` as exported, None where it is not."""
-        lines = self.metrics.render().splitlines()
+        lines = self.metrics.lines().splitlines()
         return next((int(float(i.split()[-1])) for i in lines if i.startswith("sdc_last_clean_checkpoint_step")), None)
 
 

@@ -66,7 +66,7 @@ def hsdp(
         ]
         found["sentences"] = [v.sentence for v in monitor.verdicts]
         found["coverage"] = {c.check: (c.enabled, c.covered_bytes, c.uncovered_bytes) for c in monitor.coverage()}
-        found["metrics"] = monitor._epoch.reporter.metrics.render()
+        found["metrics"] = monitor._epoch.reporter.metrics.lines()
         found["checked"] = monitor._epoch.histories[0].checked
         monitor.close()
     return found

@@ -105,7 +105,7 @@ def test_a_log_that_cannot_be_written_costs_neither_the_proof_nor_training(
     reporter._publish(verdict, event)
     journal = "".join(p.read_text() for p in spool.directory.glob("*.events.jsonl"))
     assert event.id in journal
-    lost = [i for i in reporter.metrics.render().splitlines() if i.startswith("sdc_checks_skipped_total{")]
+    lost = [i for i in reporter.metrics.lines().splitlines() if i.startswith("sdc_checks_skipped_total{")]
     assert [i.split()[-1] for i in lost] == ["1"]
     spool.close()
 

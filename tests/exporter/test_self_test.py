@@ -113,7 +113,7 @@ def begin(rank: int, size: int, root: str, case: str) -> tuple[bool, str, list[s
     if case == "leaks" and rank == 0:
         odd = {"training_node": "self-test-1", "training_instance": "i", "gpu_uuid": "g", "rank": "1"}
         metrics.blame(odd, "weight_checksum", 30.0)
-    text = metrics.render()
+    text = metrics.lines()
     monitor.close()
     folder = Path(root, f"n-{rank}")
     return untouched, text, [p.read_text() for p in folder.rglob("*.events.jsonl")] + list(folder.rglob("HALTED*"))

@@ -18,7 +18,7 @@ from sdcwatch.doctor.finding import Finding
 from sdcwatch.doctor.http import Client, Unreachable
 from sdcwatch.doctor.node_checks import NodeView
 from sdcwatch.errors import SpoolError
-from sdcwatch.exposition import Sample, parse, render, series
+from sdcwatch.exposition import Sample, lines, parse, series
 from sdcwatch.settings import Settings
 from sdcwatch.spool.rank import Spool
 
@@ -80,7 +80,7 @@ def send(settings: Settings, view: NodeView) -> Drill:
     spool = Spool.open(settings.spool_dir, JOB, epoch, 0, 0, identity, quota_bytes=settings.spool_quota_mb << 20)
     try:
         # The journal first, as a rank does: whoever sees the metric finds the event.
-        text = render([(METRIC, series(METRIC, _in_order(dict(labels))), round(now, 3))])
+        text = lines([(series(METRIC, _in_order(dict(labels))), round(now, 3))])
         if not (spool.append_event(line) and spool.write_metrics(text)):
             raise SpoolError(f"the drill was not sent: {spool.last_refusal}")
     finally:

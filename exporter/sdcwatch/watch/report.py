@@ -308,7 +308,7 @@ class Reporter:
         if self.spool is None or (not force and now - self._written < self._interval):
             return
         self._written = now
-        if not self.spool.write_metrics(self.metrics.render()):
+        if not self.spool.write_metrics(self.metrics.lines()):
             self.swallow("spool", SpoolError(self.spool.last_refusal))
 
 

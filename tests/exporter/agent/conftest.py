@@ -41,7 +41,7 @@ class Rank:
             self.metrics.restore(text)
 
     def write(self) -> Rank:
-        assert self.spool.write_metrics(self.metrics.render()), self.spool.last_refusal
+        assert self.spool.write_metrics(self.metrics.lines()), self.spool.last_refusal
         return self
 
     def event(self, when: float, *instances: str) -> None:

@@ -207,7 +207,7 @@ def test_job_gauges_come_from_the_newest_epoch_alone(rank: Make, scrape: Callabl
         job = RankMetrics(one.identity, writes_node=True, writes_job=True)
         for state in TRAINING_STATES if epoch == 0 else (now,):
             job.set("sdc_training_state", state == now, state=state)
-        forge(one, job.render())
+        forge(one, job.lines())
         if now == "halted":
             one.spool.close()
     found = scrape()
@@ -274,7 +274,7 @@ def test_counters_go_on_over_an_expired_epoch(
     for epoch, count in ((0, 40), (1, 2)):
         old = rank(0, epoch)
         old.metrics.inc("sdc_checks_total", count, check="replay")
-        texts[old.write().spool.directory.name] = old.metrics.render()
+        texts[old.write().spool.directory.name] = old.metrics.lines()
         old.age(0)
     expire(3700)
     for name, text in texts.items():

@@ -46,7 +46,7 @@ identity = dict(training_job="gpt", training_cluster="blue", training_node="n0",
 spool = Spool.open(root, "gpt", epoch, 0, 0, identity, quota_bytes=20_000)
 metrics = RankMetrics(identity, writes_node=True, writes_job=True)
 metrics.set("sdc_training_step", os.getuid())
-assert spool.write_metrics(metrics.render()), spool.last_refusal
+assert spool.write_metrics(metrics.lines()), spool.last_refusal
 written = 0
 while spool.append_event({"schema": 1, "event": {"time": 1.0, "pad": "x" * 1000}}):
     written += 1

@@ -27,7 +27,7 @@ def update(*_):
     global signals
     signals += 1
     metrics.inc("sdc_nonfinite_gradients_total")
-    spool.write_metrics(metrics.render())
+    spool.write_metrics(metrics.lines())
 
 signal.signal(signal.SIGTERM, update)
 signal.signal(signal.SIGALRM, update)
@@ -38,13 +38,13 @@ while len(workers) < 25:
     steps += 1
     Cycle()
     metrics.set("sdc_training_step", steps)
-    spool.write_metrics(metrics.render())
+    spool.write_metrics(metrics.lines())
     if steps % 5 == 0:
         os.kill(os.getpid(), signal.SIGTERM)
     if (worker := os.fork()) == 0:
         signal.setitimer(signal.ITIMER_REAL, 0)
         metrics.set("sdc_training_step", 10**9)
-        wrote = spool.write_metrics(metrics.render()) or spool.append_event({"schema": 1})
+        wrote = spool.write_metrics(metrics.lines()) or spool.append_event({"schema": 1})
         gc.collect()
         os._exit(1 if wrote else 0)
     workers.append(worker)

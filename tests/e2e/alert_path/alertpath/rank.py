@@ -51,13 +51,13 @@ def main(spec: dict[str, Any]) -> None:
         metrics.set("sdc_world_size", event.world_size)
         metrics.set("sdc_training_state", 1, state="training")
         metrics.set("sdc_checked_step", event.step - 1)
-    assert spool.write_metrics(metrics.render()), spool.last_refusal
+    assert spool.write_metrics(metrics.lines()), spool.last_refusal
     until(event.time)
     if spec["write"]:
         line = events.journal_line(event, events.Reporter(**spec["reporter"]), {"written": time.time()})
         for suspect in event.suspects:
             metrics.blame(identity(event.ranks[suspect], event.training_job), event.check, event.time)
-        assert spool.write_metrics(metrics.render()), spool.last_refusal
+        assert spool.write_metrics(metrics.lines()), spool.last_refusal
         if spec["torn"]:
             os.kill(os.getpid(), signal.SIGKILL)
         assert spool.append_event(line), spool.last_refusal
