@@ -90,8 +90,20 @@ class Desk:
             "SDCWATCH_SPOOL_DIR": str(self.spool),
             "COLUMNS": "200",
         }
+        self._await_watchdog()
         self.case = self._newest_case(self.instance)
         self.doubtful = self._ring(node)
+
+    def _await_watchdog(self) -> None:
+        """Prometheus may send before it has found its Alertmanager, and sends again after a minute only."""
+        alerts = f"http://127.0.0.1:{self.ports['alertmanager']}/api/v2/alerts?filter=alertname%3DSDCWatchdog"
+        deadline = time.monotonic() + 2 * SECONDS
+        while True:
+            with urllib.request.urlopen(alerts, timeout=10) as answer:
+                if json.load(answer):
+                    return
+            assert time.monotonic() < deadline, "Alertmanager never had SDCWatchdog"
+            time.sleep(0.5)
 
     def _newest_case(self, instance: str) -> str:
         shown = self.run(f"sdcwatch-remediation show --instance {instance} --json")
@@ -223,8 +235,11 @@ def play(desk: Desk) -> list[Given]:
 
 
 def _first(done: subprocess.CompletedProcess[str]) -> str:
-    text = " ".join((done.stdout if done.returncode == 0 else done.stderr).split())
-    return text[: 160 if done.returncode == 0 else 2000] if text else "(nothing: no such series)"
+    """The beginning of what it printed; all of it, from both streams, where it did not work."""
+    if done.returncode != 0:
+        return f"{done.stderr.rstrip()}\n{done.stdout.rstrip()}".strip()
+    text = " ".join(done.stdout.split())
+    return text[:160] if text else "(nothing: no such series)"
 
 
 def main() -> int:

@@ -200,7 +200,8 @@ def _watchdog(client: Client) -> Finding:
         return failed(
             "watchdog",
             "Alertmanager does not have SDCWatchdog, so no alert of these rules arrives",
-            "see whether Prometheus sends here: rules and alertmanagers above",
+            "see whether Prometheus sends here: rules and alertmanagers above; one that started less than two minutes "
+            "ago may not have sent it yet: ask again",
         )
     receivers = sorted({receiver["name"] for alert in alerts for receiver in alert["receivers"]})
     return passed("watchdog", f"SDCWatchdog arrives, for {', '.join(receivers)}")
