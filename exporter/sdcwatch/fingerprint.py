@@ -22,7 +22,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
-from typing import Any, TypeAlias, TypeGuard
+from typing import Any, TypeAlias
 
 import torch
 import xxhash
@@ -41,6 +41,7 @@ _PIECE = 4 << 20
 _MOST_THREADS = 8
 _MASK = (1 << 64) - 1
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
+_STRIDED = torch.strided
 #: What stands for a length where there is none: no gradient, nothing that can be read; or marks one of a device.
 _NONE, _SKIP, _DEVICE = _MASK, _MASK - 1, 1 << 63
 
@@ -86,21 +87,47 @@ def unread_fingerprint(tensors: Iterable[torch.Tensor | None]) -> Digest:
     lengths: list[int] = []
     pending: list[torch.Tensor] = []
     for whole in tensors:
-        if _as_it_lies(whole):  # nearly all there are: a model of small parameters passes here a thousand times a check
-            lengths.append(_update(hasher, whole))
-            continue
-        tensor = None if whole is None else local(whole)
-        if tensor is None:
-            lengths.append(_NONE)
-        elif not can_fingerprint(tensor):
-            lengths.append(_SKIP)
-        elif on_host(tensor):
-            lengths.append(_update(hasher, raw(tensor)))
+        # A model of small parameters comes by here a thousand times a check, so what nearly all tensors are (the host's
+        # memory at their address is their value) is seen without a call; where not, or not for sure, `_closer` looks.
+        try:
+            address = (
+                whole.data_ptr()
+                if whole is not None
+                and type(whole) in _PLAIN
+                and on_host(whole)
+                and whole.layout is _STRIDED
+                and whole.is_contiguous()
+                and not (whole.is_nested or whole.is_neg() or whole.is_conj() or whole.storage_offset())
+                else 0
+            )
+        except RuntimeError:
+            address = 0
+        if address and whole is not None and (size := whole.nbytes) <= _PIECE:
+            hasher.update(_array(size).from_address(address))
+            lengths.append(size)
         else:
-            lengths.append(_DEVICE | tensor.nbytes)
-            pending.append(tensor)
+            lengths.append(_closer(hasher, whole, pending))
     hasher.update(struct.pack(f"<{len(lengths) + 1}Q", *lengths, len(lengths)))
     return joined(device_digests(pending), hasher.intdigest()) if pending else hasher.intdigest()
+
+
+def _closer(hasher: xxhash.xxh3_64, whole: torch.Tensor | None, pending: list[torch.Tensor]) -> int:
+    """Hashes a tensor of any kind, or leaves it in `pending` where it lies on a device; what stands for its length."""
+    tensor = None if whole is None else local(whole)
+    if tensor is None:
+        return _NONE
+    if not can_fingerprint(tensor):
+        return _SKIP
+    if not on_host(tensor):
+        pending.append(tensor)
+        return _DEVICE | tensor.nbytes
+    value = raw(tensor)
+    size = value.nbytes
+    if size > _PIECE:
+        hasher.update(b"".join(_pieces(value.data_ptr(), size)))
+    elif size:
+        hasher.update(_memory(value.data_ptr(), size))
+    return size
 
 
 def read_digests(digests: Mapping[int, Digest]) -> dict[int, int]:
@@ -127,33 +154,6 @@ def combine_unread(digests: Sequence[Digest]) -> Digest:
     unread = [digest for digest in digests if isinstance(digest, torch.Tensor)]
     known = combine([0 if isinstance(digest, torch.Tensor) else digest for digest in digests])
     return joined(torch.stack([d.to(unread[0].device) for d in unread]), known) if unread else known
-
-
-def _as_it_lies(tensor: torch.Tensor | None) -> TypeGuard[torch.Tensor]:
-    """Whether the host's memory at a tensor's address is its value; where not, or not for sure, others look closer."""
-    try:
-        return (
-            tensor is not None
-            and type(tensor) in _PLAIN
-            and on_host(tensor)
-            and tensor.layout is torch.strided
-            and tensor.is_contiguous()
-            and not (tensor.is_nested or tensor.is_neg() or tensor.is_conj())
-            and tensor.storage_offset() == 0
-            and tensor.data_ptr() != 0
-        )
-    except RuntimeError:
-        return False
-
-
-def _update(hasher: xxhash.xxh3_64, value: torch.Tensor) -> int:
-    """Hashes contiguous host memory; its length in bytes. Whoever calls keeps it alive meanwhile."""
-    size = value.nbytes
-    if size > _PIECE:
-        hasher.update(b"".join(_pieces(value.data_ptr(), size)))
-    elif size:
-        hasher.update(_memory(value.data_ptr(), size))
-    return size
 
 
 def _memory(address: int, size: int) -> Any:
