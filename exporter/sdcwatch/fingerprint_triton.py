@@ -63,7 +63,20 @@ def _tile_kernel(
 
 
 def digests(values: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Digests of contiguous tensors of one device whose memory begins at a word: (len(values),) int64 there."""
+    """Digests of contiguous tensors of one device whose memory begins at a word: (len(values),) int64 there.
+
+    Raises:
+        Exception: whatever keeps the kernel from being compiled or started; then nothing of ours stays on the device.
+    """
+    try:
+        return _launched(values)
+    except Exception:
+        _tables.cache_clear()
+        _narrow_keys.cache_clear()
+        raise
+
+
+def _launched(values: Sequence[torch.Tensor]) -> torch.Tensor:
     device = values[0].device
     sizes = tuple(value.nbytes for value in values)
     sizes_there, owners, numbers = _tables(sizes, device)
@@ -82,7 +95,7 @@ def digests(values: Sequence[torch.Tensor]) -> torch.Tensor:
     return found.index_add_(0, owners, tiles)
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=256)
 def _tables(sizes: tuple[int, ...], device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Sizes of the tensors; and for each tile which tensor it is of, and its number there."""
     there = torch.tensor(sizes, dtype=torch.int64)

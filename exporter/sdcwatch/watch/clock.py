@@ -44,11 +44,14 @@ class HostTimeline:
 
 
 class DeviceTimeline:
-    """CUDA events on the current stream."""
+    """CUDA events on the current stream of one device, which need not be the process's current device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
 
     def mark(self) -> Any:
         event = torch.cuda.Event(enable_timing=True)
-        event.record()
+        event.record(torch.cuda.current_stream(self._device))
         return event
 
     def passed(self, mark: Any) -> bool:
@@ -82,7 +85,7 @@ class Clock:
         self, device: torch.device, spent: Callable[[str, float], None], timeline: Timeline | None = None
     ) -> None:
         self._spent = spent
-        self._timeline = timeline or (DeviceTimeline() if device.type == "cuda" else HostTimeline())
+        self._timeline = timeline or (DeviceTimeline(device) if device.type == "cuda" else HostTimeline())
         self._open: list[_Span] = []
         self._waiting: deque[_Span] = deque(maxlen=self.MOST)
 
