@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import resource
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,10 +22,11 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from sdcwatch import Monitor
-from sdcwatch._version import __version__
-from sdcwatch.acceptance.card import Card, Times, Trial
+from sdcwatch.acceptance import versions
+from sdcwatch.acceptance.card import Cadence, Card, Times, Trial
 from sdcwatch.acceptance.model import Model, Shape, loss_fn, tokens_of
 from sdcwatch.testing import FaultPlan
+from sdcwatch.verdict.records import REPLAY
 
 _WARM_UP = 2
 #: Steps of a fault's run, and the step that it strikes: replay needs a clean audit first.
@@ -60,6 +63,11 @@ class _Run:
         self.installed = plan.install(self.ddp, self.optimizer, first_step=1) if plan is not None else None
         self.monitor = Monitor(self.ddp, self.optimizer, loss_fn=loss_fn, **settings) if settings else None
 
+    def steps(self, first: int, last: int) -> None:
+        """Training steps, the last one included."""
+        for number in range(first, last + 1):
+            self.step(number)
+
     def step(self, number: int) -> None:
         """One training step."""
         batch = tokens_of(self._shape, number, dist.get_rank(), self._device)
@@ -90,27 +98,32 @@ def run(shape: Shape, device: torch.device, *, pairs: int, seconds: float, spool
     """
     common: dict[str, Any] = {"job": "sdcwatch-acceptance", "agent": "off", "spool_dir": spool, "on_fault": "observe"}
     deadline = time.monotonic() + seconds / 2
-    memory = _Memory(device)
     plain = _plain(shape, device, _WARM_UP)
-    memory.mark()
+    memory = _Memory(device)
+    # A second model, its gradients, buckets and optimizer state are ours; a third one takes as much, and the monitor.
+    second = _plain(shape, device, _WARM_UP)
+    ours = memory.rise()
     watched = _Run(shape, device, **common)
     taken = _pairs(plain, watched, pairs, deadline, device)
-    # The second model, its gradients, buckets and optimizer state are ours, not the monitor's.
-    second = 5 * sum(p.nbytes for p in watched.ddp.parameters()) / 2**20
     watched.close()
-    extra = memory.extra() - second
-    same = same_bits(_equal(plain, watched), lambda: _equal(plain, _plain(shape, device, _WARM_UP + taken.pairs)))
+    extra = memory.rise() - ours
+
+    def control() -> bool:
+        second.steps(_WARM_UP + 1, _WARM_UP + taken.pairs)
+        return _equal(plain, second)
+
+    same = same_bits(_equal(plain, watched), control)
     nodes = len(set(_everyone(os.environ.get("SDCWATCH_NODE", platform.node()))))
-    trials, skipped = _faults(shape, device, common, nodes, deadline + seconds / 2)
+    trials, skipped = _faults(shape, device, common, nodes, deadline + seconds / 2, repeats=same is not None)
     return Card(
-        versions=_versions(device),
+        versions=versions.merged(_everyone(versions.of_rank(device))),
         world_size=dist.get_world_size(),
         nodes=nodes,
         backend=dist.get_backend(),
         parameters=sum(p.numel() for p in plain.ddp.parameters()),
         same_bits=same,
         times=taken,
-        memory_mb=max(0.0, *_everyone(extra)),
+        memory_mb=max(_everyone(extra)),
         trials=trials,
         skipped=skipped,
     )
@@ -134,8 +147,7 @@ def same_bits(equal: bool, control: Callable[[], bool]) -> bool | None:
 def _plain(shape: Shape, device: torch.device, steps: int) -> _Run:
     """A run without the monitor, after its first steps."""
     one = _Run(shape, device)
-    for number in range(1, steps + 1):
-        one.step(number)
+    one.steps(1, steps)
     return one
 
 
@@ -146,10 +158,14 @@ def _equal(one: _Run, other: _Run) -> bool:
 
 
 def _pairs(plain: _Run, watched: _Run, pairs: int, deadline: float, device: torch.device) -> Times:
-    for number in range(1, _WARM_UP + 1):
-        watched.step(number)
+    assert watched.monitor is not None
+    watched.steps(1, _WARM_UP)
+    ran = _ran(watched.monitor)
+    every: dict[str, list[int]] = {}
     seconds: dict[int, list[float]] = {id(plain): [], id(watched): []}
     for number in range(_WARM_UP + 1, _WARM_UP + 1 + pairs):
+        for line in watched.monitor.coverage():
+            every.setdefault(line.check, []).append(line.every if line.enabled else 0)
         for one in (plain, watched) if number % 2 else (watched, plain):
             dist.barrier()
             begin = time.perf_counter()
@@ -162,11 +178,24 @@ def _pairs(plain: _Run, watched: _Run, pairs: int, deadline: float, device: torc
             break
     without, with_ = seconds[id(plain)], seconds[id(watched)]
     ratios = [b / a for a, b in zip(without, with_, strict=True)]
-    return Times(len(ratios), _percentiles(without), _percentiles(with_), statistics.median(ratios) - 1)
+    after = _ran(watched.monitor)
+    cadence = {
+        check: Cadence(min(seen), max(seen), round(after.get(check, 0.0) - ran.get(check, 0.0)))
+        for check, seen in every.items()
+    }
+    return Times(len(ratios), _percentiles(without), _percentiles(with_), statistics.median(ratios) - 1, cadence)
+
+
+def _ran(monitor: Monitor) -> dict[str, float]:
+    """How often each check ran so far, also under monitors before this one: rank 0 counts; collective."""
+    prefix = "sdcwatch/ran/"
+    own = {name.removeprefix(prefix): n for name, n in monitor.summary().items() if name.startswith(prefix)}
+    counted: dict[str, float] = _everyone(own)[0]
+    return counted
 
 
 def _faults(
-    shape: Shape, device: torch.device, common: dict[str, Any], nodes: int, deadline: float
+    shape: Shape, device: torch.device, common: dict[str, Any], nodes: int, deadline: float, *, repeats: bool
 ) -> tuple[tuple[Trial, ...], tuple[str, ...]]:
     victim = dist.get_world_size() - 1
     trials, skipped = [_trial(shape, device, common, None, victim, nodes)], []
@@ -176,7 +205,10 @@ def _faults(
         elif any(_everyone(time.monotonic() > deadline)):
             skipped.append(f"{fault.location}: the time is over (--minutes)")
         else:
-            trials.append(_trial(shape, device, common, fault, victim, nodes))
+            trial = _trial(shape, device, common, fault, victim, nodes)
+            if fault.replay:
+                trial = replay_told(trial, lambda: _control(shape, device, common, repeats))
+            trials.append(trial)
     return tuple(trials), tuple(skipped)
 
 
@@ -186,11 +218,8 @@ def _trial(
     plan = FaultPlan()
     if fault is not None:
         plan = plan.fail_at(victim, _STRIKES, location=fault.location, pattern=fault.pattern, mode=fault.mode)
-    settings = common | {"replay_every": 1 if fault is not None and fault.replay else 0, "conservation_every": 1}
-    settings["max_overhead"] = 0  # a fault is injected into one certain step, which must be a checked one
-    one = _Run(shape, device, plan, **settings)
-    for number in range(1, _STEPS + 1):
-        one.step(number)
+    one = _Run(shape, device, plan, **_each_step(common, replay=fault is not None and fault.replay))
+    one.steps(1, _STEPS)
     assert one.monitor is not None
     one.close()
     verdicts = [v for v in one.monitor.verdicts if v.kind != "undefined"]
@@ -210,25 +239,62 @@ def _trial(
     )  # fmt: skip
 
 
+def _each_step(common: dict[str, Any], *, replay: bool) -> dict[str, Any]:
+    """Settings under which each step is checked: a fault is injected into one certain step."""
+    return common | {"replay_every": int(replay), "conservation_every": 1, "max_overhead": 0}
+
+
+def _control(shape: Shape, device: torch.device, common: dict[str, Any], repeats: bool) -> str:
+    """What is wrong where no fault is injected; empty: steps repeat themselves, and every audit is clean. Collective.
+
+    Args:
+        repeats: two runs without the monitor ended alike, as far as that was asked.
+    """
+    if not repeats:
+        return "two runs without the monitor differ"
+    one = _Run(shape, device, **_each_step(common, replay=True))
+    assert one.monitor is not None
+    before = _ran(one.monitor).get(REPLAY, 0.0)
+    one.steps(1, _STEPS)
+    one.close()
+    judged = round(_ran(one.monitor).get(REPLAY, 0.0) - before)
+    said = "; ".join(f"{v.kind} at step {v.step}" for v in one.monitor.verdicts if v.check == REPLAY)
+    clean = judged == _STEPS and not said
+    found = "" if clean else f"{judged} of {_STEPS} audits were judged and said {said or 'nothing'}"
+    return next(filter(None, _everyone(found)), "")
+
+
+def replay_told(trial: Trial, control: Callable[[], str]) -> Trial:
+    """The trial, or that it cannot be told: a replay finds only what makes a step unlike its own repetition.
+
+    Args:
+        control: run only where the trial failed: what is wrong where no fault is injected (empty: nothing). Collective.
+    """
+    wrong = "" if trial.passed else control()
+    return replace(trial, passed=None, control=wrong) if wrong else trial
+
+
 class _Memory:
-    """The most memory of this rank above a mark, in MB."""
+    """How far the most memory of this rank rises, in MB."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._at = 0.0
+        self._at = self._peak()
 
     def _peak(self) -> float:
         if self._device.type == "cuda":
             return torch.cuda.max_memory_allocated(self._device) / 2**20
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+        try:  # what getrusage says begins with the peak of the launcher that this process was forked from
+            status = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
+        except OSError:
+            status = ""
+        peak = re.search(r"^VmHWM:\s*(\d+) kB", status, re.MULTILINE)
+        return (int(peak.group(1)) if peak else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss) / 1024
 
-    def mark(self) -> None:
-        """From here on."""
-        self._at = self._peak()
-
-    def extra(self) -> float:
-        """Since the mark."""
-        return self._peak() - self._at
+    def rise(self) -> float:
+        """Since it was made, or since it was last asked."""
+        before, self._at = self._at, self._peak()
+        return self._at - before
 
 
 def _everyone(value: Any) -> list[Any]:
@@ -240,14 +306,3 @@ def _everyone(value: Any) -> list[Any]:
 def _percentiles(values: list[float]) -> tuple[float, float]:
     """p50 and p95."""
     return statistics.median(values), sorted(values)[min(int(0.95 * len(values)), len(values) - 1)]
-
-
-def _versions(device: torch.device) -> dict[str, str]:
-    found = {"sdcwatch": __version__, "torch": torch.__version__, "python": platform.python_version()}
-    if device.type == "cuda":
-        found |= {
-            "cuda": str(torch.version.cuda),
-            "nccl": ".".join(map(str, torch.cuda.nccl.version())),
-            "gpu": torch.cuda.get_device_name(device),
-        }
-    return found
