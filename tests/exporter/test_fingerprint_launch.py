@@ -59,13 +59,16 @@ def by_address(grid: tuple[int, ...], *arguments: torch.Tensor) -> None:
 
 
 class Alive(TorchDispatchMode):
-    """Bytes of storages that operations made and that still live: `now`, and `peak` as of the ends of operations."""
+    """Bytes of storages that operations made and that still live: `now`, and `peak` as of the ends of operations.
+
+    What was given is held weakly: a weak reference keeps its address from being another storage's.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.peak = 0
         self._made: dict[int, tuple[StorageWeakRef, int]] = {}
-        self._given: set[int] = set()
+        self._given: dict[int, StorageWeakRef] = {}
 
     @property
     def now(self) -> int:
@@ -73,8 +76,11 @@ class Alive(TorchDispatchMode):
         return sum(size for _, size in self._made.values())
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        tensors = [value for value in torch.utils._pytree.tree_leaves(args) if isinstance(value, torch.Tensor)]
-        self._given |= {tensor.untyped_storage()._cdata for tensor in tensors} - self._made.keys()
+        for tensor in torch.utils._pytree.tree_leaves(args):
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                if storage._cdata not in self._made and storage._cdata not in self._given:
+                    self._given[storage._cdata] = StorageWeakRef(storage)
         out = func(*args, **(kwargs or {}))
         for tensor in torch.utils._pytree.tree_leaves(out):
             if isinstance(tensor, torch.Tensor) and tensor.untyped_storage()._cdata not in self._given:
