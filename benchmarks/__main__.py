@@ -31,11 +31,11 @@ def sections(tiny: bool) -> dict[str, Callable[[], Any]]:
     size = TINY if tiny else SMALL
     if tiny:
         return {
-            "bandwidth": lambda: bandwidth.bandwidth(megabytes=(8,), repeats=3),
+            "bandwidth": lambda: bandwidth.bandwidth(megabytes=(8,), rounds=3),
             "votes": lambda: votes.side_by_side(size=size, repeats=2),
             "step": lambda: overhead.step_overhead(size=size, tokens=32, pairs=6),
             "curve": lambda: overhead.curve(size=size, tokens=(16,), pairs=12),
-            "flat": lambda: overhead.flat(counts=(10, 100), total=40_000, pairs=12),
+            "flat": lambda: overhead.flat(counts=(10, 100), total=40_000, pairs=12, rounds=2),
             "ranks": lambda: scale.ranks_growth(sizes=(64, 128), repeats=3),
             "bytes": lambda: bandwidth.growth(megabytes=(1, 4)),
             "agent": lambda: node_agent.agent(ranks=2, scrapes=3),

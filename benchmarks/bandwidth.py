@@ -28,31 +28,40 @@ def _summed(buffer: torch.Tensor) -> torch.Tensor:
     return buffer.view(torch.int64).sum()
 
 
-def _ratio(buffer: torch.Tensor) -> float:
-    rates = []
-    for work in (_summed, _hashed):
+def _ratio(buffer: torch.Tensor, *, hashed_first: bool) -> float:
+    """Rate of a fingerprint over that of the sum, one right after the other."""
+    rates = {}
+    for work in (_hashed, _summed) if hashed_first else (_summed, _hashed):
         time.sleep(SPIN_SECONDS)
         work(buffer)  # wakes the threads, which takes as long as some megabytes do
-        rates.append(_rate(work, buffer))
-    return rates[1] / rates[0]
+        rates[work] = _rate(work, buffer)
+    return rates[_hashed] / rates[_summed]
 
 
-def bandwidth(*, megabytes: tuple[int, ...] = (64, 256), repeats: int = 25) -> list[dict[str, Any]]:
-    """Median ratio of the two rates, one thread and all of torch's, taken in turns.
+def bandwidth(*, megabytes: tuple[int, ...] = (64, 256), rounds: int = 120) -> list[dict[str, Any]]:
+    """Ratios of the two rates, median and quartiles: one thread and all of torch's, all rows in turns.
 
-    A small buffer is read more often: a thread that wakes up late decides much of its time.
+    Two threads share what memory gives them with each other and with a machine's other tenants, so ratios of one row
+    differ by more than rows do; a round takes one of each row, so that whatever comes and goes hits all.
     """
-    rows = []
     before = torch.get_num_threads()
+    buffers = {size: torch.randint(256, (size << 20,), dtype=torch.uint8) for size in megabytes}
+    ratios: dict[tuple[int, int], list[float]] = {
+        (size, threads): [] for size in megabytes for threads in sorted({1, before})
+    }
     try:
-        for size in megabytes:
-            buffer = torch.randint(256, (size << 20,), dtype=torch.uint8)
-            for threads in sorted({1, before}):
+        for number in range(rounds):
+            for (size, threads), row in ratios.items():
                 torch.set_num_threads(threads)
-                ratios = [_ratio(buffer) for _ in range(repeats * max(megabytes) // size)]
-                rows.append({"megabytes": size, "threads": threads, "of_sum": statistics.median(ratios)})
+                row.append(_ratio(buffers[size], hashed_first=number % 2 == 1))
     finally:
         torch.set_num_threads(before)
+    rows = []
+    for (size, threads), row in ratios.items():
+        low, middle, high = statistics.quantiles(row, n=4)
+        rows.append({
+            "megabytes": size, "threads": threads, "of_sum": middle, "quartiles": (low, high), "rounds": len(row),
+        })  # fmt: skip
     return rows
 
 

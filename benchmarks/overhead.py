@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import random
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -42,6 +43,8 @@ PARTS = {
 }
 #: Rounds of reweighting after which a median regression stands still.
 _ROUNDS = 60
+#: Resamples of the pairs from which the spread of a share is read.
+_DRAWS = 200
 #: Every check as often as its setting says, whatever it costs.
 UNBOUND = {"max_overhead": 0.0}
 #: A cadence with steps of all kinds, some without any part: from these each part can be told apart and priced.
@@ -174,15 +177,47 @@ def summary(results: list[Any], every: dict[str, int] | None = None) -> dict[str
     first = results[0]
     every = every or first["every"]
     processor = [(parts, *pair) for r in results for parts, pair in zip(r["parts"], r["processor"], strict=True)]
+    clock = [(parts, *pair) for parts, pair in zip(first["parts"], first["seconds"], strict=True)]
     return {
-        "pairs": len(first["seconds"]),
-        "step_seconds": statistics.median(plain for plain, _ in first["seconds"]),
-        "overhead": share([(p, *pair) for p, pair in zip(first["parts"], first["seconds"], strict=True)], every),
+        "pairs": len(clock),
+        "step_seconds": statistics.median(plain for _, plain, _ in clock),
+        "overhead": share(clock, every),
+        "overhead_spread": spread(clock, every),
         "processor_overhead": share(processor, every),
         "every": every,
         "same_bits": all(r["same_bits"] for r in results),
         "verdicts": [kind for r in results for kind in r["verdicts"]],
     }
+
+
+def pooled(runs: Sequence[list[Any]]) -> list[Any]:
+    """Results of the same measurement, taken again in other rounds, as those of one: all pairs of each rank."""
+    return [
+        {
+            **of_rank[-1],
+            **{name: [pair for run in of_rank for pair in run[name]] for name in
+               ("seconds", "processor", "parts", "verdicts")},
+            "same_bits": all(run["same_bits"] for run in of_rank),
+        }
+        for of_rank in zip(*runs, strict=True)
+    ]  # fmt: skip
+
+
+def spread(steps: Sequence[tuple[frozenset[str], float, float]], every: dict[str, int]) -> tuple[float, float]:
+    """What other pairs could have given: the 5th and the 95th percentile of `share` over resamples of these pairs.
+
+    Pairs are drawn again among those in which the same was measured, so no resample lacks a part.
+    """
+    kinds: dict[frozenset[str], list[tuple[frozenset[str], float, float]]] = {}
+    for step in steps:
+        kinds.setdefault(step[0], []).append(step)
+    draw = random.Random(0)
+    shares = [
+        share([step for kind in kinds.values() for step in draw.choices(kind, k=len(kind))], every)
+        for _ in range(_DRAWS)
+    ]
+    low, *_, high = statistics.quantiles(shares, n=20)
+    return low, high
 
 
 def share(steps: Sequence[tuple[frozenset[str], float, float]], every: dict[str, int]) -> float:
@@ -233,7 +268,8 @@ def step_overhead(*, size: Size = SMALL, tokens: int = 1024, pairs: int = 24) ->
     extra = statistics.median(audited) - statistics.median(plain)
     return {
         **default, "tokens": tokens, "audit_steps": extra, "overhead_with_replay": default["overhead"] + extra / 200,
-        "every_step": always["overhead"], "every_step_processor": always["processor_overhead"],
+        "every_step": always["overhead"], "every_step_spread": always["overhead_spread"],
+        "every_step_processor": always["processor_overhead"],
         "same_bits": default["same_bits"] and always["same_bits"], "verdicts": default["verdicts"] + always["verdicts"],
     }  # fmt: skip
 
@@ -261,11 +297,17 @@ def _layers(rank: int, ranks: int, layers: int, total: int, pairs: int) -> Any:
     return paired(rank, ranks, lambda: _stack(width, layers), batch, square_loss, pairs, {"replay_every": 0, **UNBOUND})
 
 
-def flat(*, counts: tuple[int, ...] = (10, 100, 1000), total: int = 4_000_000, pairs: int = 20) -> list[dict[str, Any]]:
-    """Added seconds a step where the same total size lies in 10, 100 or 1,000 parameters."""
+def flat(
+    *, counts: tuple[int, ...] = (10, 100, 1000), total: int = 4_000_000, pairs: int = 12, rounds: int = 4
+) -> list[dict[str, Any]]:
+    """Added seconds a step where the same total size lies in 10, 100 or 1,000 parameters; the counts take turns."""
+    taken: dict[int, list[list[Any]]] = {count: [] for count in counts}
+    for _ in range(rounds):
+        for count, runs in taken.items():
+            runs.append(on_ranks(_layers, 2, count, total, pairs))
     rows = []
-    for count in counts:
-        results = on_ranks(_layers, 2, count, total, pairs)
+    for count, runs in taken.items():
+        results = pooled(runs)
         added = statistics.median(w - p for p, w in results[0]["seconds"])
         rows.append({"parameters": count, "added_seconds": added, **summary(results)})
     return rows

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 import struct
 from collections.abc import Callable, Sequence
@@ -11,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sdcwatch.fingerprint import can_fingerprint, combine, device_digest, digest_bytes, fingerprint
+from sdcwatch.fingerprint_device import TILE
 
 DTYPES = [
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.int8,
@@ -118,8 +120,8 @@ def test_nan_payloads_and_signed_zeros_count(form: Form) -> None:
     assert form(torch.tensor([0.0])) != form(torch.tensor([-0.0]))
 
 
-def structured(words: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
-    """Changes that a sum, an XOR or a linear checksum would miss."""
+def structured(words: torch.Tensor, apart: Sequence[int] = ()) -> list[tuple[str, torch.Tensor]]:
+    """Changes that a sum, an XOR or a linear checksum would miss; pairs also as far apart as said."""
     changed: list[tuple[str, torch.Tensor]] = []
 
     def add(name: str, change: Callable[[torch.Tensor], object]) -> None:
@@ -142,15 +144,15 @@ def structured(words: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
         return change
 
     count = words.numel()
-    for distance in (1, 2, 3, 4, 8, 16, 31, 32, 64, 128, 256, 512, 1024, 2048):
+    for distance in (*(d for d in apart if d < count - 77), 1, 2, 3, 4, 8, 16, 31, 32, 64, 128, 256, 512, 1024, 2048):
         add(f"swap {distance}", swap(distance, 0))
         add(f"swap {distance} later", swap(distance, 77))
         for shift in (0, 1, 8, 31, 32, 33, 47, 62, 63):
             delta = 1 << shift if shift < 63 else -(1 << 63)
             add(f"delta {shift} at {distance}", deltas(distance, delta))
             add(f"twin flips {shift} at {distance}", lambda c, d=distance, w=delta: c[5 : 6 + d : d].bitwise_xor_(w))
-    for length in (1, 8, 64, 256):
-        for to in (length, 3 * length, count - length):
+    for length in (1, 8, 64, 256, *(d for d in apart if 2 * d <= count)):
+        for to in {length, 3 * length, count - length} - set(range(count - length + 1, 3 * length + 1)):
 
             def move(copy: torch.Tensor, length: int = length, to: int = to) -> None:
                 copy[:length], copy[to : to + length] = words[to : to + length], words[:length]
@@ -179,6 +181,58 @@ def test_structured_changes_never_collide(form: Form, kind: str) -> None:
         seen[changed.numpy().tobytes()] = number
     assert len(set(seen.values())) == len(seen)
     assert kind == "zero" or len(seen) > 250
+
+
+@FORMS
+@pytest.mark.parametrize("kind", ["random", "zero", "ramp", "alike"])
+def test_structured_changes_across_parts_never_collide(form: Form, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same where each of a pair lies in another tile or piece, the last of which is not full; whole parts as well.
+
+    In `alike` all parts hold the same words: two of them swapped are no change, one changed is one in that place.
+    """
+    monkeypatch.setattr(importlib.import_module("sdcwatch.fingerprint"), "_PIECE", 8 * TILE)
+    count = 3 * TILE + 1030
+    words = {
+        "random": content(torch.int64, count),
+        "zero": torch.zeros(count, dtype=torch.int64),
+        "ramp": torch.arange(count),
+        "alike": content(torch.int64, TILE).repeat(4)[:count],
+    }[kind]
+    seen = {words.numpy().tobytes(): form(words)}
+    for name, changed in structured(words, (TILE - 1, TILE, TILE + 1, 2 * TILE, 3 * TILE)):
+        number = form(changed)
+        assert number != form(words), name
+        seen[changed.numpy().tobytes()] = number
+    assert len(set(seen.values())) == len(seen)
+    assert kind == "zero" or len(seen) > 300
+
+
+@pytest.mark.parametrize("form", ["host", "device"])
+@pytest.mark.parametrize("sizes", [(64, 64), (TILE, TILE), (TILE + 5, TILE + 5, 7), (1, 1, 1, 1)], ids=str)
+def test_structured_changes_across_tensors_never_collide(
+    form: str, sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Words swapped between tensors, opposite deltas, twin flips, whole tensors exchanged or cut elsewhere."""
+    monkeypatch.setattr(importlib.import_module("sdcwatch.fingerprint"), "on_host", lambda tensor: form == "host")
+    tensors = [content(torch.int64, size, seed=n) for n, size in enumerate(sizes)]
+    found: list[list[torch.Tensor]] = [tensors]
+    for place in {0, min(sizes[:2]) // 2, min(sizes[:2]) - 1}:
+        for shift in (0, 31, 32, 62):
+            for change in (
+                lambda a, b, d: (a + d, b - d),
+                lambda a, b, d: (a ^ d, b ^ d),
+                lambda a, b, d: (b, a),
+            ):
+                copies = [tensor.clone() for tensor in tensors]
+                first, second = change(tensors[0][place].clone(), tensors[1][place].clone(), 1 << shift)
+                copies[0][place], copies[1][place] = first, second
+                found.append(copies)
+    found += [tensors[::-1], tensors[1:] + tensors[:1], [torch.cat(tensors)], [torch.cat(tensors[:2]), *tensors[2:]]]
+    found += [[*tensors, torch.zeros(0, dtype=torch.int64)], [*tensors, torch.zeros(1, dtype=torch.int64)]]
+    numbers: dict[tuple[bytes, ...], int] = {}
+    for one in found:
+        numbers[tuple(tensor.numpy().tobytes() for tensor in one)] = fingerprint(one)
+    assert len(set(numbers.values())) == len(numbers) > 12
 
 
 @FORMS
