@@ -1,9 +1,8 @@
-"""A real Prometheus scrapes every agent of a fleet and evaluates the rules of a page as they ship.
+"""A real Prometheus scrapes every agent of a fleet and evaluates all rules as they ship.
 
 One server on loopback answers for all agents, each under a path of its own; one rank carries an event, and after a
-while all ranks of its node. The time of an evaluation is Prometheus' own,
-`prometheus_rule_group_last_duration_seconds`, of the whole group: what it records, every expression, and the look-ups
-that each page's text makes.
+while all ranks of its node. The time of an evaluation is Prometheus' own, of a whole group: what it records, every
+expression, and the look-ups that each alert's text makes.
 """
 
 from __future__ import annotations
@@ -22,8 +21,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-RULES = Path(__file__).resolve().parent.parent / "alert_rules" / "mismatch.rules.yaml"
-GROUP = "sdcwatch-mismatch"
+RULES = Path(__file__).resolve().parent.parent / "alert_rules"
+PAGE = "sdcwatch-mismatch"
+#: Seconds between evaluations, as in alert_rules/prometheus.yaml; a group may name an interval of its own.
+EVALUATE = 5
 
 
 class _Agents(ThreadingHTTPServer):
@@ -56,13 +57,13 @@ class _Answer(BaseHTTPRequestHandler):
 def scraped(
     texts: Sequence[str], later: str, *, interval: int = 60, evaluations: int = 5, limit: float = 240
 ) -> dict[str, Any]:
-    """Scrapes all agents; evaluation seconds of the page's rule group once every agent was scraped.
+    """Scrapes all agents; seconds of the rule groups' evaluations once every agent was scraped.
 
     Args:
         texts: what each agent serves.
         later: what the first one serves after the first evaluations; more ranks of it carry an event.
         interval: seconds between scrapes of an agent.
-        evaluations: evaluations, two seconds apart, to take the median and the slowest of.
+        evaluations: evaluations of the page's group to take the median and the slowest of.
         limit: seconds until it gives up.
 
     Raises:
@@ -79,10 +80,10 @@ def scraped(
         try:
             base = f"http://127.0.0.1:{port}"
             found = _all_up(base, process.pid, len(texts), limit)
-            found["page_group"] = [_evaluated(base, 1, evaluations, limit)]
+            one, groups = _evaluated(base, 1, evaluations, limit)
             server.texts = [later.encode(), *server.texts[1:]]
-            found["page_group"].append(_evaluated(base, 2, evaluations, limit))
-            return found
+            node, _ = _evaluated(base, 2, evaluations, limit)
+            return {**found, "page_group": [one, node], "groups": groups}
         finally:
             process.terminate()
             process.wait(30)
@@ -100,17 +101,11 @@ def _write(folder: Path, address: str, agents: int, interval: int) -> int:
         "global": {
             "scrape_interval": f"{interval}s",
             "scrape_timeout": f"{min(15, interval)}s",
-            "evaluation_interval": "2s",
+            "evaluation_interval": f"{EVALUATE}s",
         },
-        "rule_files": [str(RULES)],
+        "rule_files": [str(RULES / "*.rules.yaml")],
         "scrape_configs": [
             {"job_name": "sdcwatch", "file_sd_configs": [{"files": [str(folder / "agents.json")]}]},
-            {
-                "job_name": "self",
-                "scrape_interval": "1s",
-                "scrape_timeout": "1s",
-                "static_configs": [{"targets": [f"127.0.0.1:{port}"]}],
-            },
         ],
     }
     (folder / "p.yaml").write_text(json.dumps(config))  # JSON is YAML
@@ -132,23 +127,36 @@ def _all_up(base: str, pid: int, agents: int, limit: float) -> dict[str, Any]:
     }
 
 
-def _evaluated(base: str, ranks: int, evaluations: int, limit: float) -> dict[str, Any]:
-    """Evaluations with at least so many ranks paged, each seen once."""
+def _evaluated(base: str, ranks: int, evaluations: int, limit: float) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Evaluations with at least so many ranks paged, each seen once: of the page's group, and of every group."""
     begin = time.monotonic()
     paged = 0.0
-    matching = f'{{rule_group=~".*{GROUP}"}}'
-    seen: dict[float, float] = {}
-    while len(seen) < evaluations:
+    seen: dict[str, dict[str, dict[str, Any]]] = {}
+    while len(seen.get(PAGE, ())) <= evaluations:
         if time.monotonic() - begin > limit:
             raise TimeoutError(f"{len(seen)} of {evaluations} evaluations with {ranks} ranks paged were seen")
-        at = _number(base, f"prometheus_rule_group_last_evaluation_timestamp_seconds{matching}")
-        took = _number(base, f"prometheus_rule_group_last_duration_seconds{matching}")
         paged = _number(base, 'count(ALERTS{alertname="SDCReplicaMismatch"})') or 0
-        if at is not None and took is not None and paged >= ranks:
-            seen[at] = took
+        for group in _rules(base) if paged >= ranks else ():
+            seen.setdefault(group["name"], {})[group["lastEvaluation"]] = group
         time.sleep(1)
-    ordered = sorted(list(seen.values())[1:] or seen.values())  # the first may have been seen with fewer paged
-    return {"paged": paged, "seconds": ordered[len(ordered) // 2], "seconds_most": ordered[-1]}
+    rows = []
+    for name, times in seen.items():
+        groups = list(times.values())[1:] or list(times.values())  # the first may have been seen with fewer paged
+        taken = sorted(group["evaluationTime"] for group in groups)
+        slowest = max(groups[-1]["rules"], key=lambda rule: rule["evaluationTime"])
+        rows.append({
+            "group": name, "seconds": taken[len(taken) // 2], "seconds_most": taken[-1],
+            "slowest_rule": slowest["name"], "slowest_rule_seconds": slowest["evaluationTime"],
+        })  # fmt: skip
+    page = next(row for row in rows if row["group"] == PAGE)
+    return {"paged": paged, "seconds": page["seconds"], "seconds_most": page["seconds_most"]}, rows
+
+
+def _rules(base: str) -> list[dict[str, Any]]:
+    """The groups that have been evaluated."""
+    with urllib.request.urlopen(f"{base}/api/v1/rules", timeout=60) as answer:
+        groups: list[dict[str, Any]] = json.load(answer)["data"]["groups"]
+    return [group for group in groups if group["evaluationTime"]]
 
 
 def _number(base: str, query: str) -> float | None:

@@ -17,13 +17,16 @@ def labels_of(rank: int, per_node: int) -> dict[str, str]:
 
 
 def fill(metrics: RankMetrics) -> None:
-    """One value in every family that a rank writes without a fault; enumerated labels take their first value."""
+    """One value in every family that a rank writes without a fault; enumerated labels take their first value.
+
+    Counters stand at 0, as those of rare things do; of the others only their number of series matters here.
+    """
     for name, metric in METRICS.items():
         if metric.scope == "agent" or "mismatch" in name or "dropped" in name or "drill" in name:
             continue
         free = {label: metric.enums.get(label, ("x",))[0] for label in metric.labels}
         if metric.kind == "counter":
-            metrics.inc(name, 1.0, **free)
+            metrics.inc(name, 0.0, **free)
         else:
             metrics.set(name, 1.0, **free)
 

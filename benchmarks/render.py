@@ -174,6 +174,7 @@ def _fleet(s: dict[str, Any]) -> str:
         + f"{s['series']:,} series. "
         + _scraped(s.get("scraped"))
         + f"The page rule's expression over all of them, with a mismatch on every rank: {said}.\n"
+        + _groups(s.get("scraped"))
     )
 
 
@@ -191,6 +192,24 @@ def _scraped(s: dict[str, Any] | None) -> str:
         )
         + ". That is the whole group: what it records, every expression, and the look-ups of each page's text. "
     )
+
+
+def _groups(s: dict[str, Any] | None) -> str:
+    """All rule groups, one rank paged, without a fault elsewhere."""
+    if s is None:
+        return ""
+    rows = [
+        (
+            g["group"], f"{g['seconds']:.3f}", f"{g['seconds_most']:.3f}",
+            f"{g['slowest_rule']} ({g['slowest_rule_seconds']:.3f})",
+        )
+        for g in sorted(s["groups"], key=lambda g: -g["seconds"])
+    ]  # fmt: skip
+    return (
+        "\nEvery rule group as it ships, while one rank is paged, some minutes after the first scrape:\n\n"
+        + _table(("group", "seconds, median", "slowest", "its slowest rule (seconds)"), rows)
+        + "\n" + _goal(max(g["seconds"] for g in s["groups"]), 1, "Goal, no group over 1 s") + ".\n"
+    )  # fmt: skip
 
 
 def _memory(s: dict[str, Any]) -> str:

@@ -24,7 +24,7 @@ written by reporters on two other nodes, so the same series can come from severa
 `sum`. Counters never go down when a rank or the agent restarts. Series of dead ranks stay for an hour (`sdcwatch agent
 --keep`).
 
-The alert rules record one series of their own, `training_job:sdc_training_step:max` ([alerting.md](alerting.md)).
+The alert rules record five series of their own ([alerting.md](alerting.md#what-is-recorded)).
 
 """
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pytest
+import yaml
 
 from benchmarks.fleet import fleet
+from benchmarks.fleet_scrape import RULES
 
 
 @pytest.mark.integration
@@ -17,5 +19,10 @@ def test_every_agent_is_scraped_and_one_rank_then_one_node_is_paged() -> None:
     assert scraped["targets"] == 4
     assert scraped["series"] == found["series"] + 1
     assert [group["paged"] for group in scraped["page_group"]] == [1, 8]
-    for group in scraped["page_group"]:
+    shipped = {
+        group["name"] for path in RULES.glob("*.rules.yaml") for group in yaml.safe_load(path.read_text())["groups"]
+    }
+    assert {group["group"] for group in scraped["groups"]} <= shipped
+    assert {"sdcwatch-mismatch", "sdcwatch-hints", "sdcwatch-path"} <= {group["group"] for group in scraped["groups"]}
+    for group in (*scraped["page_group"], *scraped["groups"]):
         assert 0 < group["seconds"] <= group["seconds_most"] < 30
