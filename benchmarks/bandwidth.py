@@ -12,6 +12,8 @@ from sdcwatch.fingerprint import fingerprint
 
 #: A pool of OpenMP spins for some milliseconds after its last work, on the cores that the next measurement needs.
 SPIN_SECONDS = 0.05
+#: Pairs of one row before the next one's turn: another number of threads means another pool, which has to warm up.
+PAIRS_A_TURN = 10
 
 
 def _rate(work: Callable[[torch.Tensor], object], buffer: torch.Tensor) -> float:
@@ -42,7 +44,7 @@ def bandwidth(*, megabytes: tuple[int, ...] = (64, 256), rounds: int = 120) -> l
     """Ratios of the two rates, median and quartiles: one thread and all of torch's, all rows in turns.
 
     Two threads share what memory gives them with each other and with a machine's other tenants, so ratios of one row
-    differ by more than rows do; a round takes one of each row, so that whatever comes and goes hits all.
+    differ by more than rows do; each row gets some pairs in every turn, so whatever comes and goes hits all.
     """
     before = torch.get_num_threads()
     buffers = {size: torch.randint(256, (size << 20,), dtype=torch.uint8) for size in megabytes}
@@ -50,10 +52,13 @@ def bandwidth(*, megabytes: tuple[int, ...] = (64, 256), rounds: int = 120) -> l
         (size, threads): [] for size in megabytes for threads in sorted({1, before})
     }
     try:
-        for number in range(rounds):
-            for (size, threads), row in ratios.items():
+        for turn, done in enumerate(range(0, rounds, PAIRS_A_TURN)):
+            for threads in sorted({1, before}, reverse=turn % 2 == 1):
                 torch.set_num_threads(threads)
-                row.append(_ratio(buffers[size], hashed_first=number % 2 == 1))
+                for size, buffer in buffers.items():
+                    _summed(buffer)  # makes the pool of so many threads
+                    for pair in range(min(PAIRS_A_TURN, rounds - done)):
+                        ratios[size, threads].append(_ratio(buffer, hashed_first=pair % 2 == 1))
     finally:
         torch.set_num_threads(before)
     rows = []
