@@ -48,7 +48,7 @@ _DRAWS = 200
 #: Every check as often as its setting says, whatever it costs.
 UNBOUND = {"max_overhead": 0.0}
 #: A cadence with steps of all kinds, some without any part: from these each part can be told apart and priced.
-MIXED, MIXED_SECONDS = {"check_every": 3, "conservation_every": 6, **UNBOUND}, 240.0
+MIXED, MIXED_SECONDS = {"check_every": 3, "conservation_every": 6, **UNBOUND}, 360.0
 
 
 class Plain:
@@ -250,19 +250,20 @@ def _rows(steps: Sequence[frozenset[str]]) -> torch.Tensor:
     return torch.tensor([[1.0, *(float(part in parts) for part in PARTS)] for parts in steps], dtype=torch.float64)
 
 
-def step_overhead(*, size: Size = SMALL, tokens: int = 1024, pairs: int = 24) -> dict[str, Any]:
+def step_overhead(*, size: Size = SMALL, tokens: int = 1024, pairs: int = 60) -> dict[str, Any]:
     """Default settings without replay, checks on every step, and replay's share from audited steps beside plain ones.
 
-    A part costs the same in any cadence: what the defaults cost is priced from steps of a mixed cadence.
+    A part costs the same in any cadence: both cadences are priced from all steps, of a mixed one and of every step.
     """
     unaudited = {"replay_every": 0}
     settled = on_ranks(_settled, 2, size, tokens, unaudited)[0]
     mixed = on_ranks(_transformer, 2, size, tokens, pairs, {**unaudited, **MIXED}, MIXED_SECONDS)
-    default = summary(mixed, settled)
-    always = summary(on_ranks(_transformer, 2, size, tokens, max(pairs // 2, 12), {**unaudited, **UNBOUND}))
+    full = on_ranks(_transformer, 2, size, tokens, max(pairs // 3, 12), {**unaudited, **UNBOUND})
+    priced = pooled([mixed, full])
+    default, always = summary(priced, settled), summary(priced, full[0]["every"])
     # every second step is audited: its excess over its neighbours, at one audit in 200 steps
     rare = {"replay_every": 2, "conservation_every": 0, **UNBOUND}
-    audits = on_ranks(_transformer, 2, size, tokens, max(pairs // 3, 4), rare)
+    audits = on_ranks(_transformer, 2, size, tokens, max(pairs // 6, 4), rare)
     seconds = audits[0]["seconds"]
     audited, plain = [w / p for p, w in seconds[0::2]], [w / p for p, w in seconds[1::2]]
     extra = statistics.median(audited) - statistics.median(plain)
@@ -270,11 +271,10 @@ def step_overhead(*, size: Size = SMALL, tokens: int = 1024, pairs: int = 24) ->
         **default, "tokens": tokens, "audit_steps": extra, "overhead_with_replay": default["overhead"] + extra / 200,
         "every_step": always["overhead"], "every_step_spread": always["overhead_spread"],
         "every_step_processor": always["processor_overhead"],
-        "same_bits": default["same_bits"] and always["same_bits"], "verdicts": default["verdicts"] + always["verdicts"],
     }  # fmt: skip
 
 
-def curve(*, size: Size = SMALL, tokens: tuple[int, ...] = (256, 512, 2048), pairs: int = 12) -> list[dict[str, Any]]:
+def curve(*, size: Size = SMALL, tokens: tuple[int, ...] = (256, 512, 2048), pairs: int = 20) -> list[dict[str, Any]]:
     """Overhead of checks on every step, by tokens a step and rank."""
     settings = {"replay_every": 0, **UNBOUND}
     return [

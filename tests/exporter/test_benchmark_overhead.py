@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from benchmarks.model import TINY, Transformer, batch_of, loss_fn
-from benchmarks.overhead import CPU, MIXED, Watched, parts_of, share
+from benchmarks.overhead import CPU, MIXED, Watched, parts_of, pooled, share, spread
 
 COSTS = {"gradient_checksum": 0.02, "optimizer": 0.03, "allreduce_conservation": 0.08}
 
@@ -36,6 +36,32 @@ def test_a_part_that_was_never_measured_is_no_number() -> None:
     steps = [(parts_of(count, every(1, 0)), 1.0, 1.05) for count in range(20)]
     with pytest.raises(ValueError, match="allreduce_conservation"):
         share(steps, every(1, 10))
+
+
+def test_a_spread_holds_its_share_and_narrows_with_more_pairs() -> None:
+    """No resample lacks a part, however rare it is."""
+    rng = random.Random(3)
+    cadence = every(1, 10)
+    steps = [(parts_of(n, cadence), 1.0, 1.05 + rng.gauss(0.0, 0.02)) for n in range(320)]
+    low, high = spread(steps, cadence)
+    assert low < share(steps, cadence) < high
+    few_low, few_high = spread(steps[:20], cadence)
+    assert high - low < (few_high - few_low) / 2
+
+
+def test_pairs_of_several_rounds_are_pooled_by_rank() -> None:
+    """All pairs count, in order; bits are the same only where they were in every round."""
+
+    def run(second: float, same: bool) -> dict[str, Any]:
+        return {
+            "seconds": [(1.0, second)], "processor": [(1.0, second)], "parts": [frozenset()], "verdicts": [],
+            "same_bits": same, "every": every(1, 10),
+        }  # fmt: skip
+
+    first, second = pooled([[run(1.1, True), run(1.2, True)], [run(1.3, True), run(1.4, False)]])
+    assert first["seconds"] == [(1.0, 1.1), (1.0, 1.3)]
+    assert (first["same_bits"], second["same_bits"]) == (True, False)
+    assert second["processor"] == [(1.0, 1.2), (1.0, 1.4)]
 
 
 #: Whose seconds grow where a part is measured, and only there.
