@@ -145,7 +145,8 @@ def grafana() -> Iterator[Grafana]:
 def start(grafana: Grafana, folder: Path, token: str = TOKEN, **environment: str) -> subprocess.Popen[str]:
     folder.mkdir(exist_ok=True)
     return subprocess.Popen(
-        [VERIFY, grafana.url, token],
+        # A shell cannot trap what was ignored as it began, and a run in the background begins with SIGINT ignored.
+        ["env", "--default-signal=INT,HUP,TERM", VERIFY, grafana.url, token],
         env={**os.environ, "TMPDIR": str(folder), **environment},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -87,7 +87,7 @@ def test_a_running_job_is_contained_first_then_the_node_drained_and_failed(slurm
     assert slurm.field("node", "n1", "Reason").startswith("Action:Replace ")
     assert slurm.field("node", "n1", "Comment") == f"sdcwatch:{CASE}"
     assert slurm.state("n2") == slurm.state("n3") == {"IDLE"}
-    slurm.run("scontrol", "update", f"jobid={job}", "reqnodelist=", "starttime=now")
+    slurm.start_soon(job, "reqnodelist=")
     slurm.wait(lambda: slurm.job_state(job) == "RUNNING", "the job starts again, on another node")
     assert slurm.field("job", job, "NodeList") in ("n2", "n3")
 

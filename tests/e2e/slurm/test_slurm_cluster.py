@@ -18,7 +18,7 @@ def test_a_batch_job_runs_and_can_be_requeued(slurm: SlurmCluster) -> None:
     slurm.wait(lambda: slurm.job_state(job) == "RUNNING", "the job runs")
     slurm.run("scontrol", "requeue", job)
     slurm.wait(lambda: slurm.job_state(job) == "PENDING", "the job waits again")
-    slurm.run("scontrol", "update", f"jobid={job}", "starttime=now")
+    slurm.start_soon(job)
     slurm.wait(lambda: slurm.job_state(job) == "RUNNING", "the job runs again")
     out = slurm.folder / f"job-{job}.out"
     slurm.wait(lambda: "run 1 on n2" in out.read_text(), "its second start wrote a line")

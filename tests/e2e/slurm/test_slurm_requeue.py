@@ -41,14 +41,13 @@ def test_halted_batch_job_is_requeued_and_resumes_from_the_last_clean_checkpoint
     steps = (tmp_path / "steps-0").read_text()
     assert steps.split() == ["0", "1", "2", "3", "4"]
 
-    slurm.run("scontrol", "update", f"jobid={job}", "reqnodelist=n2", "starttime=now")
+    slurm.start_soon(job, "reqnodelist=n2")
     slurm.wait(lambda: "life 1 on n2 ended with 86" in out.read_text(), "the latch meets the second life")
     assert (tmp_path / "steps-0").read_text() == steps
     slurm.wait(lambda: slurm.job_state(job) == "PENDING", "the job waits in the queue again")
 
     latches.release(tmp_path / "checkpoints", halted.latch_id, by="ada", reason="the cable was replaced")
-    # A node again: a slurmd refuses the same job within the second in which it ended there.
-    slurm.run("scontrol", "update", f"jobid={job}", "reqnodelist=n3", "starttime=now")
+    slurm.start_soon(job, "reqnodelist=n3")
     slurm.wait(lambda: slurm.job_state(job) == "COMPLETED", "the job ends well", 90)
     assert "life 2 on n3 ended with 0" in out.read_text()
     lives = [line.split() for line in (tmp_path / "lives-0").read_text().splitlines()]
