@@ -20,15 +20,13 @@ from typing import Any
 
 import yaml
 
-from benchmarks.fleet_scrape import scraped
+from benchmarks.fleet_scrape import RULES, scraped
 from benchmarks.rank_text import job_text, labels_of
-
-RULES = Path(__file__).resolve().parent.parent / "alert_rules" / "mismatch.rules.yaml"
 
 
 def page_rule() -> str:
     """The expression of SDCReplicaMismatch, as it ships."""
-    groups = yaml.safe_load(RULES.read_text())["groups"]
+    groups = yaml.safe_load((RULES / "mismatch.rules.yaml").read_text())["groups"]
     return next(r["expr"] for g in groups for r in g["rules"] if r.get("alert") == "SDCReplicaMismatch")
 
 

@@ -80,10 +80,10 @@ def scraped(
         try:
             base = f"http://127.0.0.1:{port}"
             found = _all_up(base, process.pid, len(texts), limit)
-            one, groups = _evaluated(base, 1, evaluations, limit)
+            one = _evaluated(base, 1, evaluations, limit)
             server.texts = [later.encode(), *server.texts[1:]]
-            node, _ = _evaluated(base, 2, evaluations, limit)
-            return {**found, "page_group": [one, node], "groups": groups}
+            node = _evaluated(base, 2, evaluations, limit)
+            return {**found, "page_group": [one[PAGE], node[PAGE]], "groups": list(one.values())}
         finally:
             process.terminate()
             process.wait(30)
@@ -127,43 +127,48 @@ def _all_up(base: str, pid: int, agents: int, limit: float) -> dict[str, Any]:
     }
 
 
-def _evaluated(base: str, ranks: int, evaluations: int, limit: float) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Evaluations with at least so many ranks paged, each seen once: of the page's group, and of every group."""
+def _evaluated(base: str, ranks: int, evaluations: int, limit: float) -> dict[str, dict[str, Any]]:
+    """Every group by its name, from evaluations with at least so many ranks paged, each seen once."""
     begin = time.monotonic()
     paged = 0.0
     seen: dict[str, dict[str, dict[str, Any]]] = {}
-    while len(seen.get(PAGE, ())) <= evaluations:
+    while (of_page := len(seen.get(PAGE, ()))) <= evaluations:
         if time.monotonic() - begin > limit:
-            raise TimeoutError(f"{len(seen)} of {evaluations} evaluations with {ranks} ranks paged were seen")
+            raise TimeoutError(f"{of_page} of {evaluations} evaluations with {ranks} ranks paged were seen")
         paged = _number(base, 'count(ALERTS{alertname="SDCReplicaMismatch"})') or 0
-        for group in _rules(base) if paged >= ranks else ():
+        for group in _groups(base) if paged >= ranks else ():
             seen.setdefault(group["name"], {})[group["lastEvaluation"]] = group
         time.sleep(1)
-    rows = []
-    for name, times in seen.items():
-        groups = list(times.values())[1:] or list(times.values())  # the first may have been seen with fewer paged
-        taken = sorted(group["evaluationTime"] for group in groups)
-        slowest = max(groups[-1]["rules"], key=lambda rule: rule["evaluationTime"])
-        rows.append({
-            "group": name, "seconds": taken[len(taken) // 2], "seconds_most": taken[-1],
-            "slowest_rule": slowest["name"], "slowest_rule_seconds": slowest["evaluationTime"],
-        })  # fmt: skip
-    page = next(row for row in rows if row["group"] == PAGE)
-    return {"paged": paged, "seconds": page["seconds"], "seconds_most": page["seconds_most"]}, rows
+    return {name: {**_taken(list(times.values())), "paged": paged} for name, times in seen.items()}
 
 
-def _rules(base: str) -> list[dict[str, Any]]:
-    """The groups that have been evaluated."""
-    with urllib.request.urlopen(f"{base}/api/v1/rules", timeout=60) as answer:
-        groups: list[dict[str, Any]] = json.load(answer)["data"]["groups"]
-    return [group for group in groups if group["evaluationTime"]]
+def _taken(evaluations: list[dict[str, Any]]) -> dict[str, Any]:
+    """Median and slowest of one group's evaluations, and its slowest rule in the last."""
+    counted = evaluations[1:] or evaluations  # the first may have been seen with fewer paged
+    seconds = sorted(group["evaluationTime"] for group in counted)
+    slowest = max(counted[-1]["rules"], key=lambda rule: rule["evaluationTime"])
+    return {
+        "group": counted[-1]["name"], "seconds": seconds[len(seconds) // 2], "seconds_most": seconds[-1],
+        "slowest_rule": slowest["name"], "slowest_rule_seconds": slowest["evaluationTime"],
+    }  # fmt: skip
+
+
+def _groups(base: str) -> list[dict[str, Any]]:
+    """The groups that have been evaluated; none where Prometheus does not answer."""
+    found = _asked(base, "rules")
+    return [group for group in found["groups"] if group["evaluationTime"]] if found else []
 
 
 def _number(base: str, query: str) -> float | None:
+    found = _asked(base, f"query?{urllib.parse.urlencode({'query': query})}")
+    return float(found["result"][0]["value"][1]) if found and found["result"] else None
+
+
+def _asked(base: str, what: str) -> dict[str, Any] | None:
+    """What Prometheus says, or None where it does not answer."""
     try:
-        address = f"{base}/api/v1/query?{urllib.parse.urlencode({'query': query})}"
-        with urllib.request.urlopen(address, timeout=30) as answer:
-            result = json.load(answer)["data"]["result"]
+        with urllib.request.urlopen(f"{base}/api/v1/{what}", timeout=30) as answer:
+            data: dict[str, Any] = json.load(answer)["data"]
     except OSError:
         return None
-    return float(result[0]["value"][1]) if result else None
+    return data

@@ -69,10 +69,13 @@ def test_what_is_recorded_is_named_by_level_metric_and_operation_and_is_asked_fo
     texts = (text for rule in rules() for text in (rule["expr"], *rule["annotations"].values()))
     assert {name for text in texts for name in RECORDED.findall(text)} == set(recorded())
     for name, expr in recorded().items():
-        level, metric, _ = name.split(":")
-        assert level in {"training_job", "training_node", "rank"}
+        level, metric, operation = name.split(":")
         assert metric in exported.METRICS
         assert metric in expr
+        if level == "training_job":
+            assert expr == f"{operation} by (training_job, training_cluster) ({metric})"
+        else:
+            assert level in {"training_node", "rank"}
         assert f"`{name}`" in (ROOT / "docs" / "alerting.md").read_text()
 
 
@@ -84,7 +87,8 @@ def test_an_expression_asks_only_for_what_its_own_group_has_recorded_before() ->
             for rule in group["rules"]:
                 asked = set(RECORDED.findall(rule["expr"]))
                 assert asked <= before, f"{rule.get('alert') or rule['record']} asks for {sorted(asked - before)}"
-                before |= {rule["record"]} if "record" in rule else set()
+                if "record" in rule:
+                    before.add(rule["record"])
 
 
 #: Families that have a series only where something was found.
@@ -114,7 +118,7 @@ def test_no_rule_ranges_over_a_series_of_every_rank(rule: dict[str, Any]) -> Non
     What is recorded may look back for some minutes.
     """
     if "record" in rule:
-        assert all(minutes in {"", "6m"} for minutes in re.findall(r"\[([^\]]*)\]", rule["expr"]))
+        assert set(re.findall(r"\[([^\]]*)\]", rule["expr"])) <= {"6m"}
         return
     of_every_rank = {name for name, metric in exported.METRICS.items() if metric.scope == "rank"} - ONLY_FOUND
     for inside in ranged(rule["expr"]):

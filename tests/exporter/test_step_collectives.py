@@ -6,7 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from benchmarks.overhead import Plain, Watched, square_loss
 
 WIDTHS = (8, 64)
 STEPS = 12
@@ -32,40 +35,25 @@ class Collectives(TorchDispatchMode):
 
 def sent(rank: int, size: int, root: str, width: int, settings: dict[str, Any] | None) -> list[list[tuple[str, int]]]:
     """The collectives of each step of a small loop; without settings, of the loop alone."""
-    from sdcwatch import Monitor
-    from torch import nn
-    from torch.nn.parallel import DistributedDataParallel
-
     torch.manual_seed(0)
-    ddp = DistributedDataParallel(nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Linear(width, 8)))
-    optimizer = torch.optim.AdamW(ddp.parameters(), 1e-2)
-
-    def loss_fn(model: Any, batch: Any) -> Any:
-        return model(batch).square().mean()
-
-    monitor = None
+    module = nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Linear(width, 8))
+    watched = None
     if settings is not None:
-        monitor = Monitor(
-            ddp, optimizer, loss_fn=loss_fn, spool_dir=f"{root}/{width}-{rank}", node=f"node-{rank}", max_overhead=0.0,
+        watched = Watched(
+            module, loss=square_loss, spool_dir=f"{root}/{width}-{rank}", node=f"node-{rank}", max_overhead=0.0,
             metrics_interval=0.0, on_fault="halt", **settings,
         )  # fmt: skip
+    run = watched or Plain(module)
     collectives, found = Collectives(), []
     generator = torch.Generator().manual_seed(rank)
-    for step in range(STEPS):
+    for _ in range(STEPS):
         batch = torch.randn(4, width, generator=generator)
         with collectives:
-            if monitor is None:
-                loss_fn(ddp, batch).backward()
-                optimizer.step()
-            else:
-                with monitor.step(step) as s:
-                    s.loss(batch).backward()
-                    optimizer.step()
-            optimizer.zero_grad()
+            run.step(square_loss, batch)
         found.append(collectives.taken())
-    if monitor is not None:
-        assert not monitor.verdicts
-        monitor.close()
+    if watched is not None:
+        assert not watched.monitor.verdicts
+        watched.monitor.close()
     return found
 
 
