@@ -13,9 +13,8 @@ def loss_fn(model: torch.nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) ->
     return functional.mse_loss(model(inputs), targets)
 
 
-def main() -> None:
+def train(accelerator: Accelerator) -> None:
     torch.manual_seed(1)
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     model = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.Dropout(0.1), torch.nn.Linear(32, 4))
     data = torch.utils.data.TensorDataset(torch.randn(96, 16), torch.randn(96, 4))
     loader = torch.utils.data.DataLoader(data, batch_size=2)
@@ -29,6 +28,12 @@ def main() -> None:
             optimizer.step()
             optimizer.zero_grad()
     monitor.close()
+
+
+def main() -> None:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    train(accelerator)
+    accelerator.free_memory()  # it holds the model too: torch may hang where DDP outlives its group
     accelerator.end_training()
 
 

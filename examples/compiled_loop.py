@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import torch
@@ -34,7 +35,9 @@ def train() -> None:
 
 def main() -> None:
     dist.init_process_group("gloo")
-    train()  # model and monitor are gone when it returns: torch may hang where DDP outlives its group
+    train()
+    torch.compiler.reset()  # what it has compiled keeps the model: torch may hang where DDP outlives its group
+    gc.collect()
     dist.destroy_process_group()
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gc
+
 import torch
+import torch.distributed as dist
 from sdcwatch.integrations import hf
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
 
-def main() -> None:
+def train() -> None:
     torch.manual_seed(1)
     model = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_positions=16, n_embd=32, n_layer=2, n_head=2))
     tokens = torch.randint(64, (96, 16), generator=torch.Generator().manual_seed(2))
@@ -20,6 +23,12 @@ def main() -> None:
     trainer = Trainer(model=model, args=arguments, train_dataset=data)
     hf.watch(trainer, replay_every=2, checkpoint_dir=arguments.output_dir)  # sdcwatch
     trainer.train()
+
+
+def main() -> None:
+    train()
+    gc.collect()  # a Trainer is a cycle: torch may hang where its DDP outlives the group
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytorch_lightning as pl
 import torch
+import torch.distributed as dist
 from pytorch_lightning.callbacks import ModelCheckpoint
 from sdcwatch.integrations import lightning
 from torch.nn import functional
@@ -28,7 +30,7 @@ class Regression(pl.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
-def main() -> None:
+def train() -> None:
     torch.manual_seed(1)
     data = torch.utils.data.TensorDataset(torch.randn(96, 16), torch.randn(96, 4))
     loader: Any = torch.utils.data.DataLoader(data, batch_size=2)
@@ -39,6 +41,12 @@ def main() -> None:
     )  # fmt: skip
     lightning.watch(trainer, replay_every=2, checkpoint_dir="checkpoints")  # sdcwatch
     trainer.fit(Regression(), loader)
+
+
+def main() -> None:
+    train()
+    gc.collect()  # a Trainer is a cycle: torch may hang where its DDP outlives the group
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -121,6 +121,7 @@ class Monitor:
         self._resumed_from = resumed_from
         self._loss_fn = loss_fn
         self._epoch: Epoch | None = None
+        self._watched: Watched | None = None
         self._trust: CheckpointTrust | None = None
         self._coverage: tuple[coverage.CoverageLine, ...] = ()
         self._step: int | None = None
@@ -259,6 +260,7 @@ class Monitor:
             seconds=settings.halt_grace_seconds,
         )
         self._trust = CheckpointTrust(reporter, settings.checkpoint_dir)
+        self._watched = watched
         self._epoch = Epoch(watched, settings, membership, exchange, reporter, halt, self._trust.promote)
         if off := coverage.replay_off(watched, membership):
             self._epoch.replay_off = off.partition(":")[0]
@@ -364,7 +366,7 @@ class Monitor:
             self.phase("training")
 
     def _end(self, seconds: float) -> None:
-        if self._epoch is None:
+        if self._epoch is None or self._closed:
             return
         if not self._optimizer_covered and self._epoch.optimizer_watch.calls:
             # Most optimizers make their state in their first step; until then there is nothing to count.
@@ -390,7 +392,7 @@ class Monitor:
     def _loss(self, batch: Any) -> Any:
         if self._loss_fn is None:
             raise ConfigurationError("s.loss(batch) needs Monitor(..., loss_fn=loss_fn)")
-        if self._epoch is None:
+        if self._epoch is None or self._closed:
             return self._loss_fn(self._model, batch)
         return self._epoch.loss(self._loss_fn, batch)
 
@@ -459,23 +461,28 @@ class Monitor:
         """
         if self._epoch is not None:
             epoch = self._epoch
-            parameters = named_parameters(epoch.watched)
-            resume.require(epoch.exchange, epoch.reporter, resumed_from, parameters, epoch.watched.optimizer)
+            watched = self._watched
+            assert watched is not None
+            parameters = named_parameters(watched)
+            resume.require(epoch.exchange, epoch.reporter, resumed_from, parameters, watched.optimizer)
 
     def _state_of(self, step: int) -> StateDigests | None:
         """Fingerprints of the state as it is now, on the rank that writes; None where it moved on."""
-        if self._epoch is None or self._trust is None or not self._trust.writes or step != self._step:
+        if self._watched is None or self._trust is None or not self._trust.writes or step != self._step:
             return None
-        return state.measure(named_parameters(self._epoch.watched), self._epoch.watched.optimizer)
+        return state.measure(named_parameters(self._watched), self._watched.optimizer)
 
     def close(self) -> None:
         """Ends the epoch: swaps the last rows through the store (10 s at most), writes, removes all hooks.
 
+        Afterwards the monitor watches nothing, and does not keep model and optimizer alive once its own scope is over.
+
         Raises:
             CorruptionDetected: with `on_fault="halt"`, when the last optimizer step turns out to be wrong on some rank.
         """
-        epoch, self._closed = self._epoch, True
-        if epoch is None:
+        epoch, before = self._epoch, self._closed
+        self._closed = True
+        if epoch is None or before:
             return
         with contextlib.suppress(ValueError):
             _live.remove(self)
@@ -516,7 +523,7 @@ def _say(text: str) -> None:
 
 def _refuse_second(ddp: Wrapper) -> None:
     for other in _live:
-        same = other._epoch is not None and other._epoch.watched.ddp.module is ddp.module
+        same = other._watched is not None and other._watched.ddp.module is ddp.module
         raise ConfigurationError(
             "this model already has a Monitor; close() it before making another"
             if same

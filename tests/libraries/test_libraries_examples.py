@@ -60,7 +60,8 @@ def run(example: str, folder: Path, fault_rank: str) -> tuple[facts.RunFacts, li
 
 @pytest.mark.parametrize("example", EXAMPLES)
 def test_a_clean_run_is_watched_and_nobody_is_told(example: str, tmp_path: Path, require: Require) -> None:
-    """Every step is checked, replay audits where it can, there is no event, and the weights are those without it."""
+    """Every step is checked, replay audits where it can, there is no event, the weights are those without it, and
+    no DDP model outlives its process group: torch may hang where one does."""
     library, replays = EXAMPLES[example]
     require(f"module:{library}")
     (bare := tmp_path / "bare").mkdir()
@@ -74,6 +75,8 @@ def test_a_clean_run_is_watched_and_nobody_is_told(example: str, tmp_path: Path,
     assert seen.state == "finished"
     finals = {path.read_text() for folder in (tmp_path, bare) for path in folder.glob("final-*")}
     assert len(finals) == 1
+    outlived = [path.read_text() for folder in (tmp_path, bare) for path in folder.glob("outlived-*")]
+    assert outlived == ["0"] * 6
 
 
 @pytest.mark.parametrize("example", ["hf_trainer.py", "lightning_trainer.py"])

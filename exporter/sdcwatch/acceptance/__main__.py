@@ -36,19 +36,18 @@ def main(arguments: list[str] | None = None) -> int:
     if "RANK" not in os.environ:
         parser.error("start it with torchrun: torchrun --nproc-per-node 4 -m sdcwatch.acceptance")
     device = _join()
-    try:
-        if options.ranks_a_node:
-            os.environ["SDCWATCH_NODE"] = f"{platform.node()}-{dist.get_rank() // options.ranks_a_node}"
-        shape = Shape(options.width, options.layers, options.tokens)
-        with tempfile.TemporaryDirectory(prefix="sdcwatch-acceptance-") as folder:
-            found = trials.run(shape, device, pairs=options.pairs, seconds=60 * options.minutes, spool=folder)
-        if dist.get_rank() == 0:
-            print(card.text(found), flush=True)
-            if options.json is not None:
-                options.json.write_text(card.json_text(found), encoding="utf-8")
-        return 0 if found.passed else 1
-    finally:
-        dist.destroy_process_group()
+    if options.ranks_a_node:
+        os.environ["SDCWATCH_NODE"] = f"{platform.node()}-{dist.get_rank() // options.ranks_a_node}"
+    shape = Shape(options.width, options.layers, options.tokens)
+    with tempfile.TemporaryDirectory(prefix="sdcwatch-acceptance-") as folder:
+        found = trials.run(shape, device, pairs=options.pairs, seconds=60 * options.minutes, spool=folder)
+    if dist.get_rank() == 0:
+        print(card.text(found), flush=True)
+        if options.json is not None:
+            options.json.write_text(card.json_text(found), encoding="utf-8")
+    # Not after an error: its traceback holds models, and torch may hang where DDP outlives its group.
+    dist.destroy_process_group()
+    return 0 if found.passed else 1
 
 
 def _join() -> torch.device:

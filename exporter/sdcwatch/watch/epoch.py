@@ -54,6 +54,10 @@ from sdcwatch.watch.unhooked import Unhooked
 
 #: Audits skipped in a row after which replay is exported as off, whatever the reason: an alert then says so.
 BLIND_AFTER = 3
+#: What an epoch that is over still has; everything else reaches model and optimizer.
+KEPT = frozenset(
+    {"membership", "exchange", "reporter", "halt", "histories", "cadences", "stretch", "step", "count", "_over"}
+)
 
 
 class Epoch:
@@ -89,6 +93,7 @@ class Epoch:
         self._armed_at: int | None = None
         self.backwards_in_step = 0
         self._in_step = False
+        self._over = False
         self._join_seen = False
         self._disagreed = False
         self._audits_skipped = 0
@@ -201,7 +206,7 @@ class Epoch:
         return bool(getattr(getattr(self.watched.ddp, "_join_config", None), "enable", False))
 
     def _backward_begins(self) -> None:
-        if self._reducing():
+        if not self._over and self._reducing():
             self._arm()
 
     def _reducing(self) -> bool:
@@ -410,11 +415,19 @@ class Epoch:
                 self.reporter.swallow(what, error)
 
     def close(self) -> None:
-        """Removes every hook."""
+        """Removes every hook, and lets go of model and optimizer at once.
+
+        The parts of an epoch know each other, so only the garbage collector would free them, late. A DDP model that it
+        frees after `destroy_process_group()` can hang the process (docs/deploying.md), although the user's own scopes
+        were in order.
+        """
+        self._over = True
         self._forward_handle.remove()
         self.local.close()
         self.optimizer_watch.close()
         self.unhooked.close()
+        for name in vars(self).keys() - KEPT:
+            delattr(self, name)
 
 
 def _no_loss(model: torch.nn.Module, batch: Any) -> torch.Tensor:
