@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from sdcwatch.fingerprint import fingerprint
 
-#: A pool of OpenMP spins for some milliseconds after its last work, on the cores that the next measurement needs.
-SPIN_SECONDS = 0.05
+#: Each work repeats so long before it is timed: the other one's threads, which spin for some milliseconds after their
+#: last work, are asleep by then, and the cores are awake, as they are in training (a core that slept is slow at first).
+WARM_SECONDS = 0.05
 #: Pairs of one row before the next one's turn: another number of threads means another pool, which has to warm up.
 PAIRS_A_TURN = 10
 
@@ -34,8 +35,9 @@ def _ratio(buffer: torch.Tensor, *, hashed_first: bool) -> float:
     """Rate of a fingerprint over that of the sum, one right after the other."""
     rates = {}
     for work in (_hashed, _summed) if hashed_first else (_summed, _hashed):
-        time.sleep(SPIN_SECONDS)
-        work(buffer)  # wakes the threads, which takes as long as some megabytes do
+        warm = time.perf_counter() + WARM_SECONDS
+        while time.perf_counter() < warm:
+            work(buffer)
         rates[work] = _rate(work, buffer)
     return rates[_hashed] / rates[_summed]
 

@@ -21,7 +21,9 @@ import struct
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import lru_cache
+from operator import attrgetter
 from typing import Any, TypeAlias
 
 import torch
@@ -42,12 +44,16 @@ _MOST_THREADS = 8
 _MASK = (1 << 64) - 1
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
 _STRIDED = torch.strided
+# Asked of all tensors of a sequence, one after the other, without a line of Python in between.
+_ADDRESS, _CONTIGUOUS = torch.Tensor.data_ptr, torch.Tensor.is_contiguous
+_NEGATED, _CONJUGATED = torch.Tensor.is_neg, torch.Tensor.is_conj
+_SIZE, _IN_HOST_MEMORY = attrgetter("nbytes"), attrgetter("is_cpu")
 #: What stands for a length where there is none: no gradient, nothing that can be read; or marks one of a device.
 _NONE, _SKIP, _DEVICE = _MASK, _MASK - 1, 1 << 63
 
 __all__ = [
-    "FORM", "Digest", "can_fingerprint", "combine", "combine_unread", "device_digest", "digest_bytes", "fingerprint",
-    "on_host", "read_digests", "unread_fingerprint",
+    "FORM", "Digest", "Fingerprinter", "can_fingerprint", "combine", "combine_unread", "device_digest", "digest_bytes",
+    "fingerprint", "on_host", "read_digests", "unread_fingerprint",
 ]  # fmt: skip
 
 _pool: tuple[int, int, ThreadPoolExecutor] | None = None
@@ -83,51 +89,139 @@ def unread_fingerprint(tensors: Iterable[torch.Tensor | None]) -> Digest:
     Returns:
         A number where all tensors lie in host memory; else it lies on the first device, and nothing was read from one.
     """
-    hasher = xxhash.xxh3_64()
-    lengths: list[int] = []
-    pending: list[torch.Tensor] = []
-    for whole in tensors:
-        # A model of small parameters comes by here a thousand times a check, so what nearly all tensors are (the host's
-        # memory at their address is their value) is seen without a call; where not, or not for sure, `_closer` looks.
-        try:
-            address = (
-                whole.data_ptr()
-                if whole is not None
-                and type(whole) in _PLAIN
-                and on_host(whole)
-                and whole.layout is _STRIDED
-                and whole.is_contiguous()
-                and not (whole.is_nested or whole.is_neg() or whole.is_conj() or whole.storage_offset())
-                else 0
-            )
-        except RuntimeError:
-            address = 0
-        if address and whole is not None and (size := whole.nbytes) <= _PIECE:
-            hasher.update(_array(size).from_address(address))
-            lengths.append(size)
+    return Fingerprinter().fingerprint([list(tensors)])
+
+
+class Fingerprinter:
+    """`unread_fingerprint` of one sequence again and again (weights, optimizer state), for less.
+
+    A model of small parameters comes by here a thousand times a check, and asking what each one is takes longer than
+    hashing it. So what was found out about a part of the sequence holds as long as its tensors lie where they lay, each
+    as long as it was. Kept are numbers, and no tensor is kept alive.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[int, _Places] = {}
+
+    def fingerprint(self, parts: Iterable[Sequence[torch.Tensor | None]]) -> Digest:
+        """The fingerprint of all parts, as if they were one; the next is asked for when the last one is hashed."""
+        running = _Running()
+        for number, tensors in enumerate(parts):
+            known = self._known.get(number)
+            if known is not None and known.hold(tensors):
+                running.read(known)
+            elif (places := running.look(tensors)) is not None:
+                self._known[number] = places
+            else:
+                self._known.pop(number, None)
+        return running.digest()
+
+
+class _Running:
+    """A fingerprint that is being taken."""
+
+    def __init__(self) -> None:
+        self._hasher = xxhash.xxh3_64()
+        self._lengths: list[int] = []
+        self._pending: list[torch.Tensor] = []
+
+    def read(self, places: _Places) -> None:
+        """Hashes memory of the host that is known to be the next tensors' value."""
+        update = self._hasher.update
+        for address, size, kind in zip(places.addresses, places.sizes, places.kinds, strict=True):
+            if size <= _PIECE:
+                update(kind.from_address(address))
+            else:
+                self._hash(address, size)
+        self._lengths += places.sizes
+
+    def look(self, tensors: Sequence[torch.Tensor | None]) -> _Places | None:
+        """Hashes the next tensors, of any kind; where they lie, if they all are plain memory of the host."""
+        places = _Places([], [], [])
+        for tensor in tensors:
+            if tensor is not None and (address := _plain_address(tensor)):
+                size = tensor.nbytes
+                self._hash(address, size)
+                self._lengths.append(size)
+                places.addresses.append(address)
+                places.sizes.append(size)
+                places.kinds.append(_array(size))
+            else:
+                self._lengths.append(self._odd(tensor))
+        return places if len(places.sizes) == len(tensors) else None
+
+    def digest(self) -> Digest:
+        """The fingerprint of what was hashed."""
+        self._hasher.update(struct.pack(f"<{len(self._lengths) + 1}Q", *self._lengths, len(self._lengths)))
+        known = self._hasher.intdigest()
+        return joined(device_digests(self._pending), known) if self._pending else known
+
+    def _hash(self, address: int, size: int) -> None:
+        if size <= _PIECE:
+            self._hasher.update(_array(size).from_address(address))
         else:
-            lengths.append(_closer(hasher, whole, pending))
-    hasher.update(struct.pack(f"<{len(lengths) + 1}Q", *lengths, len(lengths)))
-    return joined(device_digests(pending), hasher.intdigest()) if pending else hasher.intdigest()
+            self._hasher.update(b"".join(_pieces(address, size)))
+
+    def _odd(self, whole: torch.Tensor | None) -> int:
+        """Hashes a tensor of any kind, or leaves it to be hashed on its device; what stands for its length."""
+        tensor = None if whole is None else local(whole)
+        if tensor is None:
+            return _NONE
+        if not can_fingerprint(tensor):
+            return _SKIP
+        if not on_host(tensor):
+            self._pending.append(tensor)
+            return _DEVICE | tensor.nbytes
+        value = raw(tensor)
+        if value.nbytes:
+            self._hash(value.data_ptr(), value.nbytes)
+        return value.nbytes
 
 
-def _closer(hasher: xxhash.xxh3_64, whole: torch.Tensor | None, pending: list[torch.Tensor]) -> int:
-    """Hashes a tensor of any kind, or leaves it in `pending` where it lies on a device; what stands for its length."""
-    tensor = None if whole is None else local(whole)
-    if tensor is None:
-        return _NONE
-    if not can_fingerprint(tensor):
-        return _SKIP
-    if not on_host(tensor):
-        pending.append(tensor)
-        return _DEVICE | tensor.nbytes
-    value = raw(tensor)
-    size = value.nbytes
-    if size > _PIECE:
-        hasher.update(b"".join(_pieces(value.data_ptr(), size)))
-    elif size:
-        hasher.update(_memory(value.data_ptr(), size))
-    return size
+@dataclass(frozen=True, slots=True)
+class _Places:
+    """Where some tensors lay when they were looked at, each of them plain memory of the host and nothing else.
+
+    Attributes:
+        kinds: the types of ctypes arrays over that memory.
+    """
+
+    addresses: list[int]
+    sizes: list[int]
+    kinds: list[Any]
+
+    def hold(self, tensors: Sequence[torch.Tensor | None]) -> bool:
+        """Whether these tensors are the values of the same memory; asks all that can change where an address stays."""
+        seen: Any = tensors
+        try:
+            return (
+                _PLAIN.issuperset(map(type, seen))
+                and list(map(_ADDRESS, seen)) == self.addresses
+                and list(map(_SIZE, seen)) == self.sizes
+                and all(map(_IN_HOST_MEMORY, seen))
+                and all(map(_CONTIGUOUS, seen))
+                and not any(map(_NEGATED, seen))
+                and not any(map(_CONJUGATED, seen))
+            )
+        except RuntimeError:  # one of them has no address
+            return False
+
+
+def _plain_address(tensor: torch.Tensor) -> int:
+    """The address of the host memory that is this tensor's value; 0 where it is not, or not for sure."""
+    try:
+        return (
+            tensor.data_ptr()
+            if type(tensor) in _PLAIN
+            and on_host(tensor)
+            and tensor.layout is _STRIDED
+            and tensor.is_contiguous()
+            and not (tensor.is_nested or tensor.is_neg() or tensor.is_conj())
+            and (not tensor.storage_offset() or can_fingerprint(tensor))
+            else 0
+        )
+    except RuntimeError:
+        return 0
 
 
 def read_digests(digests: Mapping[int, Digest]) -> dict[int, int]:
@@ -156,13 +250,9 @@ def combine_unread(digests: Sequence[Digest]) -> Digest:
     return joined(torch.stack([d.to(unread[0].device) for d in unread]), known) if unread else known
 
 
-def _memory(address: int, size: int) -> Any:
-    # numpy is no dependency, so the memory is named through ctypes.
-    return _array(size).from_address(address)
-
-
 @lru_cache(maxsize=4096)
 def _array(size: int) -> Any:
+    """The type of so many bytes of memory: numpy is no dependency, so memory is named through ctypes."""
     return ctypes.c_ubyte * size
 
 
@@ -196,7 +286,7 @@ def _next(numbers: deque[int]) -> int | None:
 
 
 def _piece(place: tuple[int, int]) -> bytes:
-    digest: bytes = xxhash.xxh3_64_digest(_memory(*place))  # lets other threads run meanwhile
+    digest: bytes = xxhash.xxh3_64_digest(_array(place[1]).from_address(place[0]))  # lets other threads run meanwhile
     return digest
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import importlib
 import math
 import struct
+import weakref
 from collections.abc import Callable, Sequence
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sdcwatch.fingerprint import can_fingerprint, combine, device_digest, digest_bytes, fingerprint
+from sdcwatch.fingerprint import Fingerprinter, can_fingerprint, combine, device_digest, digest_bytes, fingerprint
 from sdcwatch.fingerprint_device import TILE
 
 DTYPES = [
@@ -351,3 +352,47 @@ def test_combine_is_order_sensitive_over_the_whole_range() -> None:
     top = 2**64 - 1
     assert len({combine([0, top]), combine([top, 0]), combine([top]), combine([]), combine([0])}) == 5
     assert digest_bytes(b"a") != digest_bytes(b"b")
+
+
+def test_a_sequence_that_comes_again_is_hashed_by_what_it_is_now() -> None:
+    """Remembered places give the number of a first look: after a write, a move, a freeing."""
+    values = [torch.nn.Parameter(content(torch.float32, 6, 6, seed=n)) for n in range(3)]
+    again = Fingerprinter()
+
+    def change(what: Callable[[torch.Tensor], object]) -> Callable[[], object]:
+        return lambda: what(values[1])
+
+    def put(data: torch.Tensor) -> Callable[[torch.Tensor], object]:
+        return lambda value: setattr(value, "data", data)
+
+    changes: list[Callable[[torch.Tensor], object]] = [
+        lambda value: value.detach().view(torch.int32)[2].fill_(7),
+        put(content(torch.float32, 6, 6, seed=9)),
+        lambda value: setattr(value, "data", value.data.t()),
+        lambda value: setattr(value, "data", torch._neg_view(value.data.t())),
+        lambda value: setattr(value, "data", value.data.resolve_neg()[:3]),
+        lambda value: setattr(value, "data", value.data[1:]),
+        lambda value: setattr(value, "data", value.data[0].expand(6, 6)),
+        put(content(torch.complex64, 5)),
+        lambda value: setattr(value, "data", value.data.conj()),
+        put(torch.empty(0)),
+        put(torch.zeros(4)),
+        lambda value: value.untyped_storage().resize_(0),
+    ]
+    for what in (lambda value: None, *changes):
+        change(what)()
+        expected = fingerprint(values)
+        assert [again.fingerprint([values]) for _ in range(3)] == [expected] * 3
+    mixed: list[torch.Tensor | None] = [values[0], None, torch.ones(3).to_sparse(), values[2]]
+    assert again.fingerprint([mixed]) == again.fingerprint([mixed[:2], mixed[2:]]) == fingerprint(mixed)
+    assert again.fingerprint([]) == fingerprint([])
+
+
+def test_a_tensor_is_not_kept_alive_by_its_fingerprints() -> None:
+    """What is remembered are numbers: memory of old gradients is free as soon as the loop lets it go."""
+    value = torch.ones(1000)
+    again = Fingerprinter()
+    again.fingerprint([[value]])
+    gone = weakref.ref(value)
+    del value
+    assert gone() is None

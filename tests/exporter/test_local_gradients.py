@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from sdcwatch.checks.gradients import LocalGradients, norm, reduced
+from sdcwatch.checks.gradients import LocalGradients, ReducedGradients, norm
 from sdcwatch.fingerprint import fingerprint
 from torch import nn
 
@@ -93,12 +93,12 @@ def test_reduced_gradients_say_when_they_are_not_finite(dtype: torch.dtype) -> N
     bad = complex(1, math.inf) if dtype.is_complex else math.nan
     for values, expected in (([1.0] * 4, False), ([largest] * 4, False), ([1.0, bad, 1, 1], True)):
         parameter.grad = torch.tensor(values, dtype=dtype)
-        digest, nonfinite = reduced([parameter, other])
+        digest, nonfinite = ReducedGradients([parameter, other]).measured()
         assert bool(nonfinite) is expected
         assert digest == fingerprint([parameter.grad, None])
     parameter.grad = torch.tensor([math.inf, -math.inf, 0, 0], dtype=dtype)
-    assert reduced([parameter])[1] == 1
-    assert reduced([other]) == (fingerprint([None]), False)
+    assert ReducedGradients([parameter]).measured()[1] == 1
+    assert ReducedGradients([other]).measured() == (fingerprint([None]), False)
 
 
 def distributed(rank: int, size: int) -> tuple[dict[int, int], list[int], dict[int, int]]:

@@ -13,10 +13,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from sdcwatch.fingerprint import Digest, on_host, read_digests, unread_fingerprint
+from sdcwatch.fingerprint import Digest, Fingerprinter, on_host, read_digests, unread_fingerprint
 from sdcwatch.shards import local
 
 _HALF = (torch.float16, torch.bfloat16)
+#: Bytes of gradients that are summed before they are hashed: what a core's own cache keeps.
+_CACHED = 1 << 20
 
 
 class LocalGradients:
@@ -46,6 +48,9 @@ class LocalGradients:
         self._further = further
         self._failure: Exception | None = None
         self._norms: dict[int, torch.Tensor] = {}
+        # Written anew in every backward: a tensor made for each gradient would set off the garbage collector.
+        self._tables: dict[tuple[torch.device, torch.dtype], torch.Tensor] = {}
+        self._slots: dict[int, torch.Tensor] = {}
         self._digests: dict[int, Digest] = {}
         self._handles: list[RemovableHandle] = []
         self.due = self.audited = False
@@ -70,23 +75,39 @@ class LocalGradients:
         if not self.due:
             return
         begin = time.perf_counter()
-        self._norms[index] = norm(gradient)
+        self._norms[index] = self._norm(index, gradient)
         self.seconds += time.perf_counter() - begin
         if self.audited:
             self._digests[index] = unread_fingerprint([gradient])
         if self._further is not None:
             self._further(index, gradient)
 
+    def _norm(self, index: int, gradient: torch.Tensor) -> torch.Tensor:
+        """The norm of one gradient, in this parameter's place."""
+        if index in self._slots:
+            try:
+                return norm(gradient, out=self._slots[index])
+            except RuntimeError:  # gradients of this parameter were of another type, or on another device
+                del self._slots[index]
+        value = norm(gradient)
+        kind = value.device, value.dtype
+        if kind not in self._tables:
+            self._tables[kind] = torch.zeros(len(self._parameters), device=value.device, dtype=value.dtype)
+        self._slots[index] = self._tables[kind][index]
+        return self._slots[index].copy_(value)
+
     def begin(self, *, due: bool, audited: bool) -> None:
         """Forgets the last backward; `due` asks for norms in the next one, `audited` for fingerprints as well."""
         self._norms.clear()
+        for table in self._tables.values():
+            table.zero_()
         self._digests.clear()
         self._failure = None
         self.seconds = 0.0
         self.due, self.audited = due or audited, audited
 
     def norms(self) -> Mapping[int, torch.Tensor]:
-        """L2 norm of each local gradient seen, by parameter index, as 0-d tensors.
+        """L2 norm of each local gradient seen, by parameter index, as 0-d tensors that the next backward overwrites.
 
         Raises:
             Exception: what a hook of ours ran into during this backward.
@@ -99,7 +120,7 @@ class LocalGradients:
         """L2 norm over all parameters seen, 0-d float64; NaN or Inf where the gradient (or its square) is."""
         if not self.norms():
             return 0.0
-        return stacked(list(self.norms().values())).square().sum().sqrt()
+        return stacked([table.to(torch.float64).square().sum() for table in self._tables.values()]).sum().sqrt()
 
     def digests(self) -> dict[int, int]:
         """Fingerprint of each parameter's local gradient, by parameter index (audit steps only)."""
@@ -120,55 +141,105 @@ class LocalGradients:
         self._handles.clear()
 
 
-def norm(gradient: torch.Tensor) -> torch.Tensor:
-    """L2 norm of one gradient as a 0-d tensor on its device; half precisions are summed in float32."""
+def norm(gradient: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    """L2 norm of one gradient as a 0-d tensor on its device; half precisions are summed in float32.
+
+    Args:
+        out: where to leave it.
+
+    Raises:
+        RuntimeError: `out` is of another type or on another device.
+    """
     value = _outside_graph(gradient)
     if value.layout is not torch.strided:
         value = value.coalesce().values()
     if value.dtype is torch.float32:
-        plain: torch.Tensor = torch.linalg.vector_norm(value)  # what it is told costs a seventh of a small one
+        plain: torch.Tensor = torch.linalg.vector_norm(value, out=out)  # what it is told costs a seventh of a small one
         return plain
     if value.is_floating_point() and value.element_size() == 1:
         value = value.to(torch.float32)  # the 8-bit floats have no norm of their own
     # Not torch.dot, although it is twice as fast on a CPU: its last bits depend on where the memory begins, and a heal
     # compares the norms of two passes to the bit.
-    result: torch.Tensor = torch.linalg.vector_norm(value, dtype=torch.float32 if value.dtype in _HALF else None)
+    dtype = torch.float32 if value.dtype in _HALF else None
+    result: torch.Tensor = torch.linalg.vector_norm(value, dtype=dtype, out=out)
     return result
 
 
 def stacked(values: Sequence[torch.Tensor]) -> torch.Tensor:
     """0-d tensors of any float types and devices (a model may lie on several) as one (n,) float64 tensor."""
-    device, dtype = values[0].device, values[0].dtype
-    if any(value.dtype != dtype or value.device != device for value in values):
-        return torch.stack([value.to(device, torch.float64) for value in values])
-    return torch.stack(list(values)).to(torch.float64)  # one conversion, not one a value
+    try:
+        together = torch.stack(list(values))  # in the widest of their types, which holds each of them exactly
+    except RuntimeError:  # several devices
+        together = torch.stack([value.to(values[0].device, torch.float64) for value in values])
+    return together.to(torch.float64)
 
 
-def reduced(parameters: Sequence[torch.nn.Parameter]) -> tuple[Digest, int | torch.Tensor]:
-    """Fingerprint of the reduced gradients, and 1 where they hold Inf or NaN, else 0; nothing is read from a device.
+class ReducedGradients:
+    """Gradients as the reduce left them, the same on every rank.
 
-    Sums are a cheap first look, taken just before the same memory is hashed, so that it comes out of a cache. In host
-    memory they are of float32, and only where one is not finite are the elements asked. Nobody can ask so on a device
-    without waiting for it, and there sums are of float64, which finite elements of fewer bits never fill.
+    Args:
+        parameters: those whose gradients DDP reduces, in module order.
     """
-    gradients = [None if p.grad is None else local(p.grad) for p in parameters]
-    values: list[torch.Tensor] = []
-    sums: list[torch.Tensor] = []
 
-    def looked_at() -> Iterator[torch.Tensor | None]:
-        for gradient in gradients:
-            if gradient is not None and gradient.layout in (torch.strided, torch.sparse_coo):
-                values.append(_real(gradient))
-                sums.append(_witness(values[-1]))
-            yield gradient
+    def __init__(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        self._parameters = parameters
+        self._bounds = _bounds(parameters)
+        self._fingerprinter = Fingerprinter()
 
-    digest = unread_fingerprint(looked_at())
-    if not sums:
-        return digest, 0
-    if not all(map(on_host, sums)):
-        return digest, (~torch.isfinite(stacked(sums)).all()).long()
-    suspicious = not bool(torch.isfinite(torch.stack(sums).sum()))
-    return digest, int(suspicious and any(not bool(torch.isfinite(v).all()) for v in values))
+    def fingerprint(self) -> Digest:
+        """Their fingerprint, not read from a device."""
+        return self._fingerprinter.fingerprint(self._parts())
+
+    def measured(self) -> tuple[Digest, int | torch.Tensor]:
+        """Their fingerprint, and 1 where they hold Inf or NaN, else 0; nothing is read from a device.
+
+        Sums are a cheap first look, taken just before the same memory is hashed, so that it comes out of a cache. In
+        host memory they are of float32 (of squares, where there are many small gradients), and only where one is not
+        finite are the elements asked. Nobody can ask so on a device without waiting for it, and there sums are of
+        float64, which finite elements of fewer bits never fill.
+        """
+        values: list[torch.Tensor] = []
+        sums: list[torch.Tensor] = []
+
+        def looked_at() -> Iterator[Sequence[torch.Tensor | None]]:
+            for part in self._parts():
+                real = [value for value in map(_real, part) if value is not None]
+                values.extend(real)
+                sums.extend(_witnesses(real))
+                yield part
+
+        digest = self._fingerprinter.fingerprint(looked_at())
+        if not sums:
+            return digest, 0
+        if not all(map(on_host, sums)):
+            return digest, (~torch.isfinite(stacked(sums)).all()).long()
+        suspicious = not bool(torch.isfinite(torch.stack(sums).sum()))
+        return digest, int(suspicious and any(not bool(torch.isfinite(v).all()) for v in values))
+
+    def _parts(self) -> Iterator[Sequence[torch.Tensor | None]]:
+        """The gradients in module order, as many at once as a cache holds."""
+        gradients = [parameter.grad for parameter in self._parameters]
+        for begin, end in self._bounds:
+            yield gradients[begin:end]
+
+
+def _bounds(parameters: Sequence[torch.nn.Parameter]) -> list[tuple[int, int]]:
+    """Where to cut their gradients into runs of about `_CACHED` bytes; a larger one stands alone."""
+    bounds: list[tuple[int, int]] = []
+    begin = size = 0
+    for index, parameter in enumerate(parameters):
+        size += parameter.nbytes
+        if size >= _CACHED or index == len(parameters) - 1:
+            bounds.append((begin, index + 1))
+            begin, size = index + 1, 0
+    return bounds
+
+
+def _witnesses(values: list[torch.Tensor]) -> list[torch.Tensor]:
+    """0-d tensors, one of which is not finite where an element is not; on a device, only there."""
+    if len(values) > 1 and all(value.dtype is torch.float32 and on_host(value) for value in values):
+        return [torch.stack(torch._foreach_norm(values)).sum()]  # one call for all; norms never cancel each other
+    return [_witness(value) for value in values]
 
 
 def _witness(value: torch.Tensor) -> torch.Tensor:
@@ -181,10 +252,15 @@ def _witness(value: torch.Tensor) -> torch.Tensor:
     return value.sum(dtype=torch.float64)
 
 
-def _real(gradient: torch.Tensor) -> torch.Tensor:
+def _real(gradient: torch.Tensor | None) -> torch.Tensor | None:
     """The numbers of a gradient: its stored values where it is sparse, real and imaginary parts where complex."""
-    value = _outside_graph(gradient)
-    value = value if value.layout is torch.strided else value._values()
+    if gradient is None:
+        return None
+    value = _outside_graph(local(gradient))
+    if value.layout is not torch.strided:
+        if value.layout is not torch.sparse_coo:
+            return None
+        value = value._values()
     return torch.view_as_real(value.resolve_conj()) if value.is_complex() else value
 
 

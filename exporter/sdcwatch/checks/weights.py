@@ -19,8 +19,19 @@ import torch
 import torch.distributed as dist
 from torch.utils.hooks import RemovableHandle
 
-from sdcwatch.fingerprint import Digest, can_fingerprint, combine_unread, digest_bytes, fingerprint, unread_fingerprint
+from sdcwatch.checks.gradients import ReducedGradients
+from sdcwatch.fingerprint import (
+    Digest,
+    Fingerprinter,
+    can_fingerprint,
+    combine_unread,
+    digest_bytes,
+    fingerprint,
+    unread_fingerprint,
+)
 from sdcwatch.shards import local
+
+_TENSOR = frozenset((torch.Tensor,))
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +72,7 @@ class OptimizerWatch:
         due: whether this interval is to be measured.
         gate: called first when `optimizer.step` begins; may raise (a sticky halt).
         guard: wraps our own measuring so that its exceptions are counted, never raised.
+        reduced: these parameters' gradients, where somebody else measures them as well.
     """
 
     def __init__(
@@ -72,6 +84,7 @@ class OptimizerWatch:
         due: Callable[[], bool],
         gate: Callable[[], None],
         guard: Callable[[str, Callable[[], None]], None],
+        reduced: ReducedGradients | None = None,
     ) -> None:
         self.optimizer = optimizer
         self.parameters = parameters
@@ -79,6 +92,8 @@ class OptimizerWatch:
         self.newest: StepMeasure | None = None
         self._begin: StepBegin | None = None
         self._issued = 0
+        self._reduced = reduced or ReducedGradients(parameters)
+        self._weights, self._state = Fingerprinter(), Fingerprinter()
         self._current_step = current_step
         self._due = due
         self._gate = gate
@@ -97,9 +112,9 @@ class OptimizerWatch:
     def _measure_begin(self) -> None:
         self._issued = collectives_issued()
         self._begin = StepBegin(
-            gradient=unread_fingerprint(p.grad for p in self.parameters),
-            weights=unread_fingerprint(self.parameters),
-            state=state_fingerprint(self.optimizer, self.parameters),
+            gradient=self._reduced.fingerprint(),
+            weights=self.weights(),
+            state=state_fingerprint(self.optimizer, self.parameters, self._state),
             versions=versions(self.parameters),
             hyperparameters=hyperparameters_digest(self.optimizer),
             rng=_rng_digest(),
@@ -119,11 +134,15 @@ class OptimizerWatch:
         self.newest = StepMeasure(
             step=self._current_step(),
             begin=begin if alone else dataclasses.replace(begin, state=None),
-            weights_end=unread_fingerprint(self.parameters),
-            state_end=state_fingerprint(self.optimizer, self.parameters) if alone else None,
+            weights_end=self.weights(),
+            state_end=state_fingerprint(self.optimizer, self.parameters, self._state) if alone else None,
             versions_end=versions(self.parameters),
             drew=begin.rng if _rng_digest() != begin.rng else 0,
         )
+
+    def weights(self) -> Digest:
+        """Fingerprint of the parameters as they are now."""
+        return self._weights.fingerprint([self.parameters])
 
     def close(self) -> None:
         """Removes the hooks."""
@@ -163,10 +182,19 @@ def state_tensors(
     return iter(_state(optimizer, parameters)[0])
 
 
-def state_fingerprint(optimizer: torch.optim.Optimizer, parameters: Sequence[torch.nn.Parameter]) -> Digest:
-    """One uint64 over the optimizer's state: tensors by their bytes, numbers by their exact text."""
+def state_fingerprint(
+    optimizer: torch.optim.Optimizer,
+    parameters: Sequence[torch.nn.Parameter],
+    fingerprinter: Fingerprinter | None = None,
+) -> Digest:
+    """One uint64 over the optimizer's state: tensors by their bytes, numbers by their exact text.
+
+    Args:
+        fingerprinter: the one that took it before, which makes it cheaper.
+    """
     tensors, numbers = _state(optimizer, parameters)
-    return combine_unread([unread_fingerprint(tensors), digest_bytes(";".join(numbers).encode())])
+    of_tensors = (fingerprinter or Fingerprinter()).fingerprint([tensors])
+    return combine_unread([of_tensors, digest_bytes(";".join(numbers).encode())])
 
 
 def _state(
@@ -184,8 +212,11 @@ def _state(
         keys = tuple(entry)
         if keys not in sorted_keys:
             sorted_keys[keys] = sorted(keys, key=str)
-        for key in sorted_keys[keys]:
-            value = entry[key]
+        values = [entry[key] for key in sorted_keys[keys]]
+        if _TENSOR.issuperset(map(type, values)):
+            tensors += values
+            continue
+        for key, value in zip(sorted_keys[keys], values, strict=True):
             if isinstance(value, torch.Tensor):
                 tensors.append(value)
             else:

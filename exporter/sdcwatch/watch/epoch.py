@@ -18,7 +18,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from sdcwatch.checks.conservation import Conservation
-from sdcwatch.checks.gradients import LocalGradients
+from sdcwatch.checks.gradients import LocalGradients, ReducedGradients
 from sdcwatch.checks.replay import LossFunction, Recorder
 from sdcwatch.checks.weights import OptimizerWatch
 from sdcwatch.environment import describe, digest
@@ -116,6 +116,7 @@ class Epoch:
             device=watched.device,
             swallow=reporter.swallow,
         )
+        reduced = ReducedGradients(watched.parameters)
         self.optimizer_watch = OptimizerWatch(
             watched.optimizer,
             watched.parameters,
@@ -123,6 +124,7 @@ class Epoch:
             due=lambda: self.check_due and not self._joining(),
             gate=halt.meet,
             guard=self._guard,
+            reduced=reduced,
         )
         self.unhooked = Unhooked(
             watched.optimizer,
@@ -143,7 +145,7 @@ class Epoch:
             further=self.conservation.local if self.conservation is not None else None,
         )
         self.fields = RowFields(
-            watched, reporter, self.local, self.conservation, self.optimizer_watch, self.recorder, self.clock
+            watched, reporter, self.local, reduced, self.conservation, self.optimizer_watch, self.recorder, self.clock
         )
         self._begin_local()
 

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 
 from sdcwatch.checks.conservation import Conservation
-from sdcwatch.checks.gradients import LocalGradients, reduced
+from sdcwatch.checks.gradients import LocalGradients, ReducedGradients
 from sdcwatch.checks.replay import LossFunction, Recorder
 from sdcwatch.checks.weights import OptimizerWatch, hyperparameters_digest, versions
-from sdcwatch.fingerprint import Digest, combine_unread, unread_fingerprint
+from sdcwatch.fingerprint import Digest, combine_unread
 from sdcwatch.observation import SkipReason
 from sdcwatch.watch.clock import Clock
 from sdcwatch.watch.replication import ShardedReplicas, Wrapper
@@ -65,6 +65,7 @@ class RowFields:
         watched: Watched,
         reporter: Reporter,
         local: LocalGradients,
+        reduced: ReducedGradients,
         conservation: Conservation | None,
         optimizer_watch: OptimizerWatch,
         recorder: Recorder,
@@ -74,6 +75,7 @@ class RowFields:
         self._clock = clock
         self._reporter = reporter
         self._local = local
+        self._reduced = reduced
         self._conservation = conservation
         self._optimizer_watch = optimizer_watch
         self._recorder = recorder
@@ -82,7 +84,7 @@ class RowFields:
 
     def measured(self) -> dict[str, Any]:
         """All fields of a checked backward, at its end."""
-        digest, nonfinite = reduced(self._watched.parameters)
+        digest, nonfinite = self._reduced.measured()
         return {
             "reduced": digest,
             "reduced_nonfinite": nonfinite,
@@ -123,7 +125,7 @@ class RowFields:
             "schema": self._watched.schema,
             "compile_count": _compiled_graphs(),
             "optimizer_steps": self._optimizer_watch.calls,
-            "weights_now": unread_fingerprint(self._watched.parameters),
+            "weights_now": self._optimizer_watch.weights(),
             "versions_now": versions(self._watched.parameters),
             "unfinished": self._unfinished,
         }

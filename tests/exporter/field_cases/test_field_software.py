@@ -364,7 +364,7 @@ def test_our_own_exception_on_one_rank_is_counted_and_all_go_on(field: Any, wher
 
         module, name = {
             "hook": (sdcwatch.checks.gradients, "norm"),
-            "row": (sdcwatch.watch.row_fields, "unread_fingerprint"),
+            "row": (sdcwatch.watch.row_fields, "versions"),
             "verdict": (sdcwatch.watch.epoch, "judge"),
         }[where]
         healthy = getattr(module, name)
