@@ -240,17 +240,17 @@ def test_an_exception_in_a_check_of_ours_on_one_rank_is_counted_and_training_goe
     """The rank still joins the exchange, with an error code (field case 16)."""
 
     def body(rank: int, ddp: Any, optimizer: Any, make: Any, batches: Any) -> Any:
-        import sdcwatch.watch.row_fields
+        from sdcwatch.checks.gradients import ReducedGradients
 
         monitor = make(on_fault="halt")
-        healthy = sdcwatch.watch.row_fields.reduced
+        healthy = ReducedGradients.measured
 
-        def broken(parameters: Any) -> Any:
+        def broken(reduced: ReducedGradients) -> Any:
             if rank == 1 and monitor._epoch.step == 2:
                 raise RuntimeError("a bug of ours")
-            return healthy(parameters)
+            return healthy(reduced)
 
-        sdcwatch.watch.row_fields.reduced = broken
+        ReducedGradients.measured = broken  # type: ignore[method-assign]
         steps(monitor, optimizer, batches, range(6))
         result = counted(monitor, "gradient_checksum"), counted(monitor, "gradient_checksum", "error")
         monitor.close()
