@@ -101,6 +101,18 @@ def test_reduced_gradients_say_when_they_are_not_finite(dtype: torch.dtype) -> N
     assert ReducedGradients([other]).measured() == (fingerprint([None]), False)
 
 
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_one_bad_element_among_many_small_reduced_gradients_shows(bad: float) -> None:
+    """They are asked together; large finite values, whose squares overflow, are still finite."""
+    parameters = [nn.Parameter(torch.zeros(3)) for _ in range(5)]
+    for parameter in parameters:
+        parameter.grad = torch.full((3,), 1e30)
+    reduced = ReducedGradients(parameters)
+    assert reduced.measured() == (fingerprint([p.grad for p in parameters]), 0)
+    parameters[3].grad = torch.tensor([1.0, bad, 1.0])
+    assert reduced.measured() == (fingerprint([p.grad for p in parameters]), 1)
+
+
 def distributed(rank: int, size: int) -> tuple[dict[int, int], list[int], dict[int, int]]:
     torch.manual_seed(0)
     net = nn.Linear(4, 3)
